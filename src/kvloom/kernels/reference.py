@@ -1,0 +1,170 @@
+"""The PyTorch backend: the oracle of every kernel. Runs on any torch device, reads any layout.
+
+Written to be plainly right: it gathers a sequence's keys and values, computes logits in float32
+(float64 when queries are) and masks. Each query row's arithmetic is the same whatever else is in
+the batch only as far as torch's matrix products are; ``deterministic`` makes them so by attending
+one query row at a time over all its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvloom.kernels.ops import EVERY_KEY, BlockFormat, KeyRange, Order, PlaneFormat, QueryBatch
+
+
+def make(*, deterministic: bool, num_threads: int) -> ReferenceBackend:
+    """The reference backend; torch manages its threads, so ``num_threads`` has no effect here."""
+    del num_threads
+    return ReferenceBackend(deterministic=deterministic)
+
+
+def element_index(plane: PlaneFormat, block_size: int, device: torch.device) -> torch.Tensor:
+    """[block_size, dim] int64: where element (token, channel) stands, in elements from the plane's start."""
+    t = torch.arange(block_size, device=device).unsqueeze(1)
+    d = torch.arange(plane.dim, device=device).unsqueeze(0)
+    p = plane.pack
+    if plane.order == "token":
+        return (t // p) * (plane.dim * p) + d * p + t % p
+    return (d // p) * (block_size * p) + t * p + d % p
+
+
+class ReferenceBackend:
+    """See the module; signatures are documented on ``ops.KernelBackend``."""
+
+    name = "reference"
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
+    def plane_order(self, plane: str, dtype: torch.dtype, dim: int, block_size: int) -> tuple[Order, int]:
+        return "token", 1
+
+    def unsupported(self, fmt: BlockFormat, num_query_heads: int) -> str | None:
+        return None
+
+    def write(
+        self,
+        values: Sequence[torch.Tensor],
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        tables: torch.Tensor,
+        batch: QueryBatch,
+    ) -> None:
+        blocks = batch.positions // fmt.block_size
+        offsets = tables[batch.sequence_of, blocks] + layer_offset  # [T] bytes
+        within = batch.positions % fmt.block_size
+        for plane, rows in zip(fmt.planes, values, strict=True):
+            index = self._index(plane, fmt, offsets, within, arena.device)
+            arena.view(plane.dtype)[index] = rows.to(plane.dtype)
+
+    def gather(
+        self,
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        table: torch.Tensor,
+        low: int,
+        high: int,
+    ) -> list[torch.Tensor]:
+        """Each plane's rows at positions ``low`` to ``high`` of one sequence: [high - low, heads, dim].
+
+        ``table`` is that sequence's row of the block table, int64 [max_blocks].
+        """
+        positions = torch.arange(low, high, device=arena.device)
+        offsets = table[positions // fmt.block_size] + layer_offset
+        within = positions % fmt.block_size
+        return [arena.view(plane.dtype)[self._index(plane, fmt, offsets, within, arena.device)] for plane in fmt.planes]
+
+    @staticmethod
+    def _index(
+        plane: PlaneFormat, fmt: BlockFormat, offsets: torch.Tensor, within: torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
+        """[N, heads, dim] element indices into the arena viewed as the plane's dtype."""
+        size = plane.dtype.itemsize
+        heads = torch.arange(fmt.num_heads, device=device) * (fmt.block_bytes // size)
+        base = (offsets + plane.offset) // size
+        element = element_index(plane, fmt.block_size, device)[within]  # [N, dim]
+        return base[:, None, None] + heads[None, :, None] + element[:, None, :]
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        tables: torch.Tensor,
+        batch: QueryBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        keys: KeyRange = EVERY_KEY,
+        want_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        num_tokens, num_query_heads, _ = q.shape
+        compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+        v_dim = fmt.planes[1].dim
+        out = torch.zeros(num_tokens, num_query_heads, v_dim, dtype=compute, device=q.device)
+        lse = torch.full((num_tokens, num_query_heads), float("-inf"), dtype=compute, device=q.device)
+        for sequence in range(batch.num_sequences):
+            start, end = (int(x) for x in batch.query_start_host[sequence : sequence + 2])
+            first = int(batch.first_position_host[sequence])
+            step = 1 if self.deterministic else max(1, end - start)
+            for row in range(start, end, step):
+                rows = slice(row, min(row + step, end))
+                position = first + row - start
+                self._attend_rows(
+                    q, rows, position, arena, fmt, layer_offset, tables[sequence], scale, window, softcap, sinks,
+                    keys, out, lse,
+                )  # fmt: skip
+        if want_lse:
+            return out.float(), lse.float()
+        return out.to(q.dtype), None
+
+    def _attend_rows(
+        self,
+        q: torch.Tensor,
+        rows: slice,
+        position: int,
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        table: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        keys: KeyRange,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        count = rows.stop - rows.start
+        bounds = [keys.bounds(position + i, fmt.block_size, window) for i in range(count)]
+        low = max(0, min(bound[0] for bound in bounds))
+        high = max(bound[1] for bound in bounds)
+        if low >= high:
+            return
+        k, v = (x.to(out.dtype) for x in self.gather(arena, fmt, layer_offset, table, low, high))
+        groups = q.shape[1] // fmt.num_heads
+        queries = q[rows].to(out.dtype).view(count, fmt.num_heads, groups, -1)
+        logits = torch.einsum("thgd,khd->hgtk", queries, k) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        at = torch.arange(low, high, device=q.device)
+        edges = torch.tensor(bounds, device=q.device)
+        visible = (at >= edges[:, :1]) & (at < edges[:, 1:])  # [count, keys]
+        logits = logits.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            column = sinks.to(out.dtype).view(fmt.num_heads, groups, 1, 1).expand(-1, -1, count, 1)
+            logits = torch.cat([logits, column], dim=-1)
+        total = torch.logsumexp(logits, dim=-1)  # [h, g, t]
+        safe = torch.where(torch.isfinite(total), total, torch.zeros_like(total))
+        weights = torch.exp(logits - safe.unsqueeze(-1))
+        result = torch.einsum("hgtk,khd->thgd", weights[..., : high - low], v)
+        out[rows] = result.reshape(count, -1, result.shape[-1])
+        lse[rows] = total.permute(2, 0, 1).reshape(count, -1)
