@@ -1,0 +1,1 @@
+"""The cache: one arena of bytes, slabs of spans, the prefix index, eviction, and their manager."""

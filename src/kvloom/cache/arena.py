@@ -1,0 +1,80 @@
+"""The arena: one byte buffer on the model's device, aligned, on huge pages and prefaulted where it can be."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import torch
+
+from kvloom.core.errors import CapacityError
+from kvloom.core.sizes import format_bytes
+
+HUGE_PAGE = 2 * 2**20
+POISON = 0xFF  # every float dtype reads 0xFF… as NaN
+
+
+def allocate_arena(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 tensor of ``num_bytes`` on ``device``, zeroed, starting on a huge page on Linux CPUs.
+
+    Raises:
+        CapacityError: the device cannot give that much.
+    """
+    try:
+        if device.type != "cpu":
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return _map_anonymous(num_bytes)
+    except (OSError, ValueError, OverflowError, MemoryError, RuntimeError) as error:
+        raise CapacityError(
+            f"cannot allocate a KV cache of {format_bytes(num_bytes)} ({num_bytes} bytes) on {device}: {error}; "
+            "lower --kv-cache-memory"
+        ) from error
+
+
+def _map_anonymous(num_bytes: int) -> torch.Tensor:
+    # One huge page more than asked, so that the tensor can start on a huge-page boundary.
+    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE)
+    if sys.platform == "linux":
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
+    start = -whole.data_ptr() % HUGE_PAGE
+    arena = whole[start : start + num_bytes]
+    _prefault(arena)
+    return arena
+
+
+def _prefault(arena: torch.Tensor) -> None:
+    """Touch every page now, so that no request pays for it and memory that is not there fails at start."""
+    populate_write = 23  # MADV_POPULATE_WRITE, Linux 5.14
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        address, length = arena.data_ptr(), arena.numel()
+        page = mmap.PAGESIZE
+        whole_pages = length // page * page
+        if whole_pages and libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(whole_pages), populate_write) == 0:
+            return
+    arena.zero_()
+
+
+def poison(arena: torch.Tensor, offset: int, num_bytes: int) -> None:
+    """Fill freed bytes with a pattern that reads as NaN, so that a stale read shows (debug mode)."""
+    arena[offset : offset + num_bytes] = POISON
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Bytes free on ``device`` now: MemAvailable on CPUs, the driver's figure on GPUs."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cpu":
+        try:
+            with open("/proc/meminfo", encoding="ascii") as file:
+                for line in file:
+                    if line.startswith("MemAvailable:"):
+                        return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        import os
+
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 4 * 2**30  # no figure to be had on this device; the allocation itself will tell
