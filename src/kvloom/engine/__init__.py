@@ -1,0 +1,1 @@
+"""The engine: scheduler, runner, sampler, text assembly, and the loop that joins them."""
