@@ -59,8 +59,7 @@ def sequence_seed(seed: int, index: int) -> int:
     """The 64-bit seed of a request's ``index``-th sequence (``n > 1``); index 0 keeps the seed itself."""
     if index == 0:
         return seed
-    mixed = int(_mix64(_mix64(torch.tensor(seed + 0)) + index * _GAMMA))
-    return mixed
+    return int(_mix64(_mix64(torch.tensor(seed)) + torch.tensor(index) * _GAMMA))
 
 
 def weight_shift(vocab_size: int) -> int:
