@@ -28,9 +28,11 @@ class KVBatch:
     """One forward pass: which tokens, and where each sequence's spans are.
 
     ``tables[g]`` is int64 [S, max_blocks] on the arena's device: arena byte offsets of group g's
-    spans, negative where a sequence holds none.
+    spans, negative where a sequence holds none. The last ``num_padding`` rows of the pass belong to
+    no sequence: nothing is stored for them and their attention output is zero.
     """
 
     store: KVStore
     queries: QueryBatch
     tables: tuple[torch.Tensor, ...]
+    num_padding: int = 0

@@ -177,6 +177,50 @@ def build_dataclass(cls: type[Any], values: Mapping[str, Any], source: str) -> A
     return cls(**ready)
 
 
+def flat_settings() -> dict[str, Any]:
+    """Every setting by its flat name (flags, variables, ``LLM`` arguments): engine and pipeline fields."""
+    engine = {f.name: f for f in dataclasses.fields(EngineConfig)}
+    pipeline = {f.name: f for f in dataclasses.fields(PipelineConfig) if f.name != "name"}
+    return {**pipeline, **engine}
+
+
+def engine_config(*layers: tuple[str, Mapping[str, Any]]) -> EngineConfig:
+    """An EngineConfig from layers of flat settings, first wins; each is ``(where it came from, values)``.
+
+    ``pipeline`` may be a name or a mapping of pipeline fields; a field given flat beside it wins.
+
+    Raises:
+        ConfigError: an unknown key, or a value that does not fit.
+    """
+    expanded: list[tuple[str, Mapping[str, Any]]] = []
+    for source, values in layers:
+        flat = {key: value for key, value in values.items() if key != "pipeline"}
+        given = values.get("pipeline")
+        if isinstance(given, PipelineConfig):
+            given = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
+        if given is not None and not isinstance(given, str | Mapping):
+            raise ConfigError(f"pipeline is {given!r} in {source}; it must be a name or a mapping")
+        nested = {"name": given} if isinstance(given, str) else dict(given or {})
+        if "name" in nested:
+            flat["pipeline"] = nested.pop("name")
+        known = {f.name for f in dataclasses.fields(PipelineConfig)}
+        for key, value in nested.items():
+            if key not in known:
+                raise ConfigError(f"unknown setting {key!r} in {source}: pipeline; known: {', '.join(sorted(known))}")
+            flat.setdefault(key, value)
+        expanded.append((source, flat))
+    merged = merge_settings(flat_settings(), *expanded)
+    pipeline_fields = {f.name for f in dataclasses.fields(PipelineConfig)} - {"name"}
+    pipeline = {key: merged.pop(key) for key in list(merged) if key in pipeline_fields}
+    if "pipeline" in merged:
+        pipeline["name"] = merged.pop("pipeline")
+    sources = ", ".join(source for source, _ in layers)
+    merged["pipeline"] = build_dataclass(PipelineConfig, pipeline, sources)
+    config = build_dataclass(EngineConfig, merged, sources)
+    assert isinstance(config, EngineConfig)
+    return config
+
+
 def _convert(key: str, value: Any, kind: str, source: str) -> Any:
     wanted = kind.split("|")[0].strip()
     try:

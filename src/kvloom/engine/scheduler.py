@@ -110,14 +110,18 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.push(sequence)
 
+    @property
+    def free_places(self) -> int:
+        """Sequences that may still run beside those that do."""
+        return self.max_sequences - len(self.running)
+
     def start_forked(self, sequence: Sequence) -> None:
-        """A sibling forked off a running sequence: it runs at once if there is a place."""
-        if len(self.running) < self.max_sequences:
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
-        else:
-            self._let_go(sequence)
+        """A sibling forked off a running sequence: it runs on, or waits if it got no spans."""
+        if sequence.cache is None:
             self.waiting.push(sequence)
+            return
+        sequence.status = SequenceStatus.RUNNING
+        self.running.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence is over, for whatever reason, in whatever state: everything it holds is freed."""

@@ -8,7 +8,7 @@ last merge. So mixed formats in one sequence, split reading and shared prefixes 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -146,6 +146,8 @@ class KernelBackend(Protocol):
     """
 
     name: str
+    variant: str  # instruction set or device flavour in use; empty where there is only one
+    fallbacks: Mapping[str, int]  # calls that ran on the reference backend instead, by reason
 
     def plane_order(self, plane: str, dtype: torch.dtype, dim: int, block_size: int) -> tuple[Order, int]:
         """The inner layout (order, pack) in which this backend wants a plane stored."""

@@ -8,7 +8,7 @@ one query row at a time over all its keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -38,6 +38,8 @@ class ReferenceBackend:
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic
+        self.variant = ""
+        self.fallbacks: Mapping[str, int] = {}
 
     def plane_order(self, plane: str, dtype: torch.dtype, dim: int, block_size: int) -> tuple[Order, int]:
         return "token", 1

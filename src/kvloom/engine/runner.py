@@ -1,0 +1,112 @@
+"""The runner: turns a step's chunks into one forward pass and returns the logits asked for.
+
+Token values live in the sequences' buffers, which only this file reads during a step; the
+scheduler plans from counts.
+
+In deterministic mode every forward pass has exactly ``TILE`` rows (padded; more rows, more passes),
+so that each matrix product has the same shape whatever the batch holds. A row's result then
+depends on its own token and keys only, as far as a product of fixed shape treats all its rows
+alike; ``noise.py`` checks that at load, bit by bit, and refuses to start where it does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from kvloom.attention.batch import KVBatch, KVStore
+from kvloom.cache.manager import ABSENT
+from kvloom.engine.scheduler import Chunk
+from kvloom.kernels.ops import QueryBatch
+
+TILE = 16
+
+
+class ModelRunner:
+    """Runs ``model`` over the paged cache in ``store``.
+
+    ``model`` takes ``input_ids`` and ``position_ids`` [1, T] int64, ``logits_to_keep`` (row indices)
+    and ``kv``, and returns an object with ``logits`` [1, N, vocab].
+    """
+
+    def __init__(self, model: torch.nn.Module, store: KVStore, *, deterministic: bool) -> None:
+        self._model = model
+        self._store = store
+        self._device = store.arena.device
+        self._deterministic = deterministic
+
+    @torch.inference_mode()
+    def forward(self, chunks: Seq[Chunk], rows: np.ndarray) -> torch.Tensor:
+        """Logits [len(rows), vocab], in the model's dtype, of the packed rows ``rows`` (ascending).
+
+        The chunks' tokens are packed in order; their keys and values are written on the way.
+        """
+        counts = np.array([chunk.count for chunk in chunks], dtype=np.int32)
+        firsts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+        ids = np.concatenate([chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks]).astype(np.int64)
+        tables = self._tables(chunks)
+        if not self._deterministic:
+            queries = QueryBatch.build(counts, firsts, self._device)
+            return self._call(ids, queries.positions, queries, tables, torch.from_numpy(rows).to(self._device))
+        return self._forward_tiles(ids, counts, firsts, tables, rows)
+
+    def _tables(self, chunks: Seq[Chunk]) -> tuple[torch.Tensor, ...]:
+        """Per group, int64 [S, max_blocks]."""
+        tables: list[torch.Tensor] = []
+        for group in range(len(self._store.formats)):
+            rows = [chunk.sequence.cache.table(group) for chunk in chunks]
+            table = np.full((len(rows), max(len(row) for row in rows)), ABSENT, dtype=np.int64)
+            for index, row in enumerate(rows):
+                table[index, : len(row)] = row
+            tables.append(torch.from_numpy(table).to(self._device))
+        return tuple(tables)
+
+    def _call(
+        self,
+        ids: np.ndarray,
+        positions: torch.Tensor,
+        queries: QueryBatch,
+        tables: tuple[torch.Tensor, ...],
+        keep: torch.Tensor,
+    ) -> torch.Tensor:
+        output = self._model(
+            input_ids=torch.from_numpy(ids).to(self._device).unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=keep,
+            kv=KVBatch(store=self._store, queries=queries, tables=tables, num_padding=len(ids) - queries.num_tokens),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _forward_tiles(
+        self,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        firsts: np.ndarray,
+        tables: tuple[torch.Tensor, ...],
+        rows: np.ndarray,
+    ) -> torch.Tensor:
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        every_row = torch.arange(TILE, device=self._device)
+        parts: list[torch.Tensor] = []
+        for low in range(0, len(ids), TILE):
+            high = min(low + TILE, len(ids))
+            # The parts of chunks that fall into rows low … high of the packed tokens.
+            begin, end = np.maximum(starts[:-1], low), np.minimum(starts[1:], high)
+            inside = np.flatnonzero(begin < end)
+            queries = QueryBatch.build(
+                (end - begin)[inside], firsts[inside] + (begin - starts[:-1])[inside], self._device
+            )
+            padded = np.zeros(TILE, dtype=np.int64)
+            padded[: high - low] = ids[low:high]
+            positions = torch.zeros(TILE, dtype=torch.int64, device=self._device)
+            positions[: high - low] = queries.positions
+            select = torch.from_numpy(inside).to(self._device)
+            logits = self._call(padded, positions, queries, tuple(table[select] for table in tables), every_row)
+            wanted = rows[(rows >= low) & (rows < high)] - low
+            if len(wanted):
+                parts.append(logits[torch.from_numpy(wanted).to(self._device)])
+        return torch.cat(parts) if parts else torch.empty(0, 0, device=self._device)
