@@ -1,0 +1,1 @@
+"""Models: where they come from, how they are checked and loaded, and which families are served."""
