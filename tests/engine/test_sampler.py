@@ -8,20 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvloom.core.errors import EngineError
 from kvloom.core.request import SamplingParams
-from kvloom.engine import draw
+from kvloom.engine import draw, truncation
 from kvloom.engine.sampler import FAILED_TOKEN, SamplingBatch, SamplingRow, sample
 
 NOTHING = np.zeros(0, dtype=np.int64)
 
 
-def row(
-    *, seed: int = 0, step: int = 0, prompt: Any = NOTHING, output: Any = NOTHING, **params: Any
-) -> SamplingRow:
+def row(*, seed: int = 0, step: int = 0, prompt: Any = NOTHING, output: Any = NOTHING, **params: Any) -> SamplingRow:
     return SamplingRow(
         params=SamplingParams(**params),
         seed=seed,
@@ -31,7 +29,9 @@ def row(
     )
 
 
-def tokens(logits: torch.Tensor, rows: list[SamplingRow], bitmask: torch.Tensor | None = None, **build: Any) -> list[int]:
+def tokens(
+    logits: torch.Tensor, rows: list[SamplingRow], bitmask: torch.Tensor | None = None, **build: Any
+) -> list[int]:
     output = sample(logits, SamplingBatch.build(rows, logits.shape[-1], **build), bitmask)
     assert output.errors() == {}
     return output.token_ids.tolist()
@@ -244,6 +244,41 @@ def test_thread_count_does_not_matter(threads: int) -> None:
 # --- Exact cuts, ties, extremes ---------------------------------------------------------------------
 
 
+def check_kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """The cut keeps what the definitions keep, and both ways to draw from it agree."""
+    vocab_size = len(logits)
+    x = torch.from_numpy(logits)[None]
+    scale = draw.Scale(
+        maximum=x.amax(-1, keepdim=True),
+        inverse_temperature=torch.tensor([[1 / temperature]]),
+        min_p=torch.tensor([[min_p]]),
+        shift=draw.weight_shift(vocab_size),
+    )
+    limit = min(top_k, vocab_size) or vocab_size
+    w = scale.weights(x)
+    k, p = torch.tensor([limit]), torch.tensor([top_p], dtype=torch.float64)
+    cut = truncation.find_cut(x, scale, k, p, w.sum(-1), vocab_size)
+    assert cut.settled.all()
+    order = sorted(range(vocab_size), key=lambda t: (-logits[t], t))
+    w[0, order[int(cut.keep) :]] = 0
+    expected = oracle_probabilities(logits, row(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+    got = w[0].double().numpy()
+    got /= got.sum()
+    # The share sits on a rounding edge where p * total is (nearly) a prefix sum: one token more or less is right.
+    # Tokens below 2**-40 are left out: weights are integers and have a smallest step.
+    kept, right = int((got > 2.0**-40).sum()), int((expected > 2.0**-40).sum())
+    assert abs(kept - right) <= (top_p < 1)
+    if kept == right:
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-9)
+    u = torch.tensor([0.0, 0.2, 0.5, 0.99, 1 - 2**-53], dtype=torch.float64)
+    many = x.expand(len(u), -1).contiguous()
+    scales = scale[torch.zeros(len(u), dtype=torch.int64)]
+    limits, shares = [limit] * len(u), [top_p] * len(u)
+    listed = truncation.draw_truncated(many, scales, limits, shares, u)
+    assert torch.equal(listed, draw.inverse_cdf(w.expand(len(u), -1), u))
+    assert torch.equal(listed, truncation.draw_masked(many, scales, limits, shares, u))
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     vocab_size=st.integers(1, 700),
@@ -258,24 +293,17 @@ def test_kept_tokens_equal_the_oracle_under_ties(
     vocab_size: int, levels: int, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     """Few distinct logits, so that cuts fall among equals."""
-    numbers = np.random.default_rng(seed)
-    logits = numbers.integers(0, levels, vocab_size).astype(np.float32) / 4
-    r = row(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    x = torch.from_numpy(logits)[None]
-    maximum = x.amax(-1, keepdim=True)
-    inverse = torch.tensor([[1 / temperature]])
-    shift = draw.weight_shift(vocab_size)
-    w = draw.weights(x, maximum, inverse, torch.tensor([[min_p]]), shift)
-    draw.truncate(x, w, maximum, inverse, torch.tensor([[min_p]]), [top_k or vocab_size], [top_p], shift)
-    expected = oracle_probabilities(logits, r)
-    got = w[0].double().numpy()
-    got /= got.sum()
-    # The share sits on a rounding edge where p * total is (nearly) a prefix sum: one token more or less is right.
-    # Tokens below 2**-40 are left out: weights are integers and have a smallest step.
-    kept, right = int((got > 2.0**-40).sum()), int((expected > 2.0**-40).sum())
-    assert abs(kept - right) <= (top_p < 1)
-    if kept == right:
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-9)
+    assume(temperature < 1e9 or min_p < 1.0)  # 1 - 1e-9 is 1 in float32
+    logits = np.random.default_rng(seed).integers(0, levels, vocab_size).astype(np.float32) / 4
+    check_kept(logits, temperature, top_k, top_p, min_p)
+
+
+@pytest.mark.parametrize("top_k", [0, truncation.WINDOW, truncation.MAX_WINDOW, truncation.MAX_WINDOW + 1])
+@pytest.mark.parametrize("top_p", [0.3, 0.95, 1.0])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+def test_kept_tokens_equal_the_oracle_beyond_the_window(top_k: int, top_p: float, spread: float) -> None:
+    logits = np.random.default_rng(5).normal(size=20_000).astype(np.float32) * spread
+    check_kept(logits, 1.0, top_k, top_p, 0.0)
 
 
 def test_top_k_larger_than_the_vocabulary_and_of_one() -> None:

@@ -1,116 +1,159 @@
 """What a request changes in its logits before a token is drawn: bias, penalties, masks.
 
-All of it is sparse but the grammar mask: only the logits of tokens named by the request, or present
-in its text, are read and written, through flat (row, token) indices that cover the whole batch.
+All but the grammar mask is sparse: only logits of tokens that the request names, or that its text
+holds, are read and written. Entries are sorted by row, so that a run of rows is a run of entries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 NEGATIVE_INFINITY = float("-inf")
 
 
-@dataclass(slots=True)
-class LogitBias:
-    """``logits[row, token] += value`` for E entries: row, token [E] int64, value [E] float32."""
+@dataclass(kw_only=True, slots=True)
+class Entries:
+    """E distinct (row, token) pairs of a batch of N rows, sorted by row.
+
+    row, token: [E] int64. starts: N + 1 positions; row r owns entries starts[r] to starts[r + 1].
+    """
 
     row: Tensor
     token: Tensor
+    starts: tuple[int, ...]
+
+    @classmethod
+    def build(cls, row: NDArray[np.int64], token: NDArray[np.int64], count: int, device: torch.device | str) -> Entries:
+        return cls(
+            row=torch.from_numpy(row).to(device),
+            token=torch.from_numpy(token).to(device),
+            starts=tuple(np.searchsorted(row, np.arange(count + 1)).tolist()),
+        )
+
+    def run(self, first: int, last: int) -> slice:
+        """The entries of rows first to last (exclusive)."""
+        return slice(self.starts[first], self.starts[last])
+
+
+@dataclass(kw_only=True, slots=True)
+class LogitBias:
+    """``logit += value``; value [E] float32."""
+
+    entries: Entries
     value: Tensor
 
-    def apply(self, x: Tensor) -> None:
-        """Add to x [N, V] float32, in place. A (row, token) pair occurs at most once."""
-        x[self.row, self.token] = x[self.row, self.token] + self.value
+    def apply(self, x: Tensor, first: int) -> None:
+        """Add to x [R, V] float32, the batch's rows from ``first`` on, in place."""
+        run = self.entries.run(first, first + len(x))
+        at = (self.entries.row[run] - first, self.entries.token[run])
+        x[at] = x[at] + self.value[run]
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class Penalties:
-    """Repetition, presence and frequency penalties of P rows.
+    """Repetition, presence and frequency penalties.
 
     As in vLLM: repetition (CTRL, Keskar et al. 2019: a positive logit is divided, a negative one
-    multiplied) looks at prompt and output; frequency and presence (OpenAI) at the output only.
-    Order: repetition, frequency, presence.
+    multiplied) looks at prompt and output, and comes first; frequency (times the token's count) and
+    presence (once), as OpenAI defines them, look at the output only.
 
-    rows: [P] int64, the batch row of each. repetition, presence, frequency: [P] float32.
-    seen_row, seen_token: [E] int64, prompt and output tokens with repeats; seen_row counts from 0 to P.
-    counts: [P, V] int32, how often each token is in the output.
+    repetition, subtract: [E] float32, per token in the text.
     """
 
-    rows: Tensor
+    entries: Entries
     repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    seen_row: Tensor
-    seen_token: Tensor
-    counts: Tensor
+    subtract: Tensor
 
-    def apply(self, x: Tensor) -> None:
-        """Penalise x [N, V] float32 in place."""
-        row, token = self.rows[self.seen_row], self.seen_token
-        value = x[row, token]
-        repetition = self.repetition[self.seen_row]
-        value = torch.where(value > 0, value / repetition, value * repetition)
-        count = self.counts[self.seen_row, token].to(torch.float32)
-        value = value - self.frequency[self.seen_row] * count
-        value = value - self.presence[self.seen_row] * (count > 0)
-        # A token seen twice is written twice with one and the same value.
-        x[row, token] = value
+    @classmethod
+    def build(
+        cls,
+        rows: Sequence[int],
+        prompts: Sequence[NDArray[np.integer]],
+        outputs: Sequence[NDArray[np.integer]],
+        factors: NDArray[np.float32],
+        *,
+        count: int,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> Penalties:
+        """Count tokens, all rows in one sort.
+
+        Args:
+            rows: P batch rows, ascending. prompts, outputs: their token ids; ids outside the vocabulary are ignored.
+            factors: [P, 3] repetition, presence, frequency.
+            count: rows of the batch.
+        """
+        keys: list[NDArray[np.int64]] = []
+        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            for in_output, ids in enumerate((prompt, output)):
+                ids = ids.astype(np.int64)
+                ids = ids[(ids >= 0) & (ids < vocab_size)]
+                keys.append((ids + i * vocab_size) * 2 + in_output)
+        key = np.sort(np.concatenate(keys))
+        place = key >> 1
+        first = np.flatnonzero(np.diff(place, prepend=-1))
+        found = np.add.reduceat(key & 1, first) if len(first) else first
+        place = place[first]
+        owner = place // vocab_size
+        repetition, presence, frequency = factors[owner].T
+        return cls(
+            entries=Entries.build(np.asarray(rows, dtype=np.int64)[owner], place % vocab_size, count, device),
+            repetition=torch.from_numpy(np.ascontiguousarray(repetition)).to(device),
+            subtract=torch.from_numpy(frequency * found.astype(np.float32) + presence * (found > 0)).to(device),
+        )
+
+    def apply(self, x: Tensor, first: int) -> None:
+        """Penalise x [R, V] float32, the batch's rows from ``first`` on, in place."""
+        run = self.entries.run(first, first + len(x))
+        at = (self.entries.row[run] - first, self.entries.token[run])
+        value, repetition = x[at], self.repetition[run]
+        x[at] = torch.where(value > 0, value / repetition, value * repetition) - self.subtract[run]
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class ForbiddenTokens:
-    """Tokens that end a sequence, forbidden while it is shorter than ``min_tokens``.
+    """Tokens that end a sequence, forbidden while it is shorter than ``min_tokens``."""
 
-    rows: [P] int64 batch rows; entry, token: [E] int64, entry counting from 0 to P.
-    """
+    entries: Entries
 
-    rows: Tensor
-    entry: Tensor
-    token: Tensor
-
-    def apply(self, x: Tensor, *, yielding: bool) -> None:
-        """Mask in x [N, V] in place.
+    def apply(self, x: Tensor, first: int, *, yielding: bool) -> None:
+        """Mask in x [R, V] float32, the batch's rows from ``first`` on, in place.
 
         With ``yielding`` a row keeps its end tokens where nothing else is left: a grammar that is
         complete wins over ``min_tokens``.
         """
-        row = self.rows[self.entry]
-        if not yielding:
-            x[row, self.token] = NEGATIVE_INFINITY
-            return
-        before = x[row, self.token]
-        x[row, self.token] = NEGATIVE_INFINITY
-        alive = x[self.rows].amax(-1) != NEGATIVE_INFINITY
-        x[row, self.token] = torch.where(alive[self.entry], NEGATIVE_INFINITY, before)
+        run = self.entries.run(first, first + len(x))
+        row = self.entries.row[run] - first
+        at = (row, self.entries.token[run])
+        before = x[at]
+        x[at] = NEGATIVE_INFINITY
+        if yielding and len(row):
+            alive = x.amax(-1) != NEGATIVE_INFINITY
+            x[at] = torch.where(alive[row], NEGATIVE_INFINITY, before)
 
 
 def apply_bitmask(x: Tensor, bitmask: Tensor) -> None:
     """Forbid, in place, the tokens whose bit is 0.
 
     Args:
-        x: [N, V] float32.
-        bitmask: [N, ceil(V / 32)] int32, token t at bit t % 32 of word t // 32; an unconstrained row is all ones.
+        x: [R, V] float32.
+        bitmask: [R, ceil(V / 32)] int32 on any device, token t at bit t % 32 of word t // 32; an
+            unconstrained row is all ones.
     """
     vocab_size = x.shape[-1]
     if bitmask.device.type == "cpu":
-        rows = (bitmask != -1).any(-1).nonzero()[:, 0]
-        if not rows.numel():
-            return
-        words = bitmask[rows].contiguous().numpy().astype("<i4", copy=False).view(np.uint8)
-        allowed = np.unpackbits(words, axis=-1, count=vocab_size, bitorder="little").view(np.bool_)
-        index = rows.to(x.device)
-        forbidden = torch.from_numpy(~allowed).to(x.device)
-        if len(rows) == x.shape[0]:
-            x.masked_fill_(forbidden, NEGATIVE_INFINITY)
-        else:
-            for i, row in enumerate(index):
-                x[row].masked_fill_(forbidden[i], NEGATIVE_INFINITY)
+        constrained = (bitmask != -1).any(-1).nonzero()[:, 0]
+        for row in constrained.tolist():
+            words = bitmask[row].numpy().astype("<i4", copy=False).view(np.uint8)
+            allowed = np.unpackbits(words, count=vocab_size, bitorder="little").view(np.bool_)
+            x[row].masked_fill_(torch.from_numpy(~allowed).to(x.device), NEGATIVE_INFINITY)
         return
     bits = torch.arange(32, device=bitmask.device, dtype=torch.int32)
-    allowed_bits = ((bitmask[:, :, None] >> bits) & 1).view(bitmask.shape[0], -1)[:, :vocab_size]
+    allowed_bits = ((bitmask[:, :, None] >> bits) & 1).view(len(bitmask), -1)[:, :vocab_size]
     x.masked_fill_(allowed_bits == 0, NEGATIVE_INFINITY)

@@ -21,7 +21,15 @@ from kvloom.core.messages import TokenLogprob
 from kvloom.core.request import SamplingParams
 from kvloom.engine import draw
 from kvloom.engine.logprobs import token_logprobs
-from kvloom.engine.penalties import ForbiddenTokens, LogitBias, Penalties, apply_bitmask
+from kvloom.engine.penalties import (
+    NEGATIVE_INFINITY,
+    Entries,
+    ForbiddenTokens,
+    LogitBias,
+    Penalties,
+    apply_bitmask,
+)
+from kvloom.engine.truncation import draw_truncated
 
 # Below this a draw would differ from greedy only between equal logits; vLLM draws the same line.
 GREEDY_TEMPERATURE = 1e-5
@@ -155,87 +163,84 @@ def sample(logits: Tensor, batch: SamplingBatch, grammar_bitmask: Tensor | None 
         EngineError: the shapes contradict each other. Trouble in one row is reported in the output.
     """
     _check_shapes(logits, batch, grammar_bitmask)
-    token_ids = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
-    maximum = torch.zeros(len(batch), dtype=torch.float32, device=logits.device)
-    edited = logits
-    if grammar_bitmask is not None or batch.bias or batch.penalties or batch.forbidden:
-        edited = logits.to(torch.float32, copy=True)
-        _edit(edited, batch, grammar_bitmask)
-    greedy = [row for row, is_greedy in enumerate(batch.greedy) if is_greedy]
-    drawn = [row for row, is_greedy in enumerate(batch.greedy) if not is_greedy]
-    if greedy:
-        index = _rows_index(greedy, logits.device)
-        best = _rows(edited, greedy, index).max(-1)
-        token_ids[index], maximum[index] = best.indices, best.values.to(torch.float32)
-    on_cpu = logits.device.type == "cpu"
-    chunk = max(1, _CHUNK_ELEMENTS // batch.vocab_size) if on_cpu else max(1, len(drawn))
-    for start in range(0, len(drawn), chunk):
-        rows = drawn[start : start + chunk]
-        index = _rows_index(rows, logits.device)
-        token_ids[index], maximum[index] = _draw(_rows(edited, rows, index), rows, index, batch)
-    status = torch.where(maximum.isfinite(), _OK, torch.where(maximum == -torch.inf, _NOTHING_ALLOWED, _NOT_FINITE)).to(
-        torch.int8
-    )
+    token_ids = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
+    maximum = torch.empty(len(batch), dtype=torch.float32, device=logits.device)
+    editing = grammar_bitmask is not None or batch.bias or batch.penalties or batch.forbidden
+    chunk = max(1, _CHUNK_ELEMENTS // batch.vocab_size) if logits.device.type == "cpu" else max(1, len(batch))
+    for first in range(0, len(batch), chunk):
+        part = slice(first, first + chunk)
+        x = logits[part]
+        if editing:
+            x = x.to(torch.float32, copy=True)
+            _edit(x, first, batch, None if grammar_bitmask is None else grammar_bitmask[part])
+        token_ids[part], maximum[part] = _choose(x, first, batch)
+    failed = torch.where(maximum == NEGATIVE_INFINITY, _NOTHING_ALLOWED, _NOT_FINITE)
+    status = torch.where(maximum.isfinite(), _OK, failed).to(torch.int8)
     token_ids.masked_fill_(status != _OK, FAILED_TOKEN)
     output = SamplerOutput(token_ids=token_ids, status=status)
     asked = [row for row, top in enumerate(batch.logprobs) if top is not None]
     if asked:
-        index = _rows_index(asked, logits.device)
-        tops = [batch.logprobs[row] or 0 for row in asked]
-        found = token_logprobs(_rows(logits, asked, index), token_ids[index].clamp(min=0), tops)
-        failed = output.errors()
-        output._logprobs = {row: entry for row, entry in zip(asked, found, strict=True) if row not in failed}
+        asked = [row for row in asked if row not in output.errors()]
+        index = _index(asked, logits.device)
+        found = token_logprobs(logits[index], token_ids[index], [batch.logprobs[row] or 0 for row in asked])
+        output._logprobs = dict(zip(asked, found, strict=True))
     return output
 
 
-def _edit(x: Tensor, batch: SamplingBatch, grammar_bitmask: Tensor | None) -> None:
+def _edit(x: Tensor, first: int, batch: SamplingBatch, grammar_bitmask: Tensor | None) -> None:
     if batch.bias is not None:
-        batch.bias.apply(x)
+        batch.bias.apply(x, first)
     if batch.penalties is not None:
-        batch.penalties.apply(x)
+        batch.penalties.apply(x, first)
     if grammar_bitmask is not None:
         apply_bitmask(x, grammar_bitmask)
     if batch.forbidden is not None:
-        batch.forbidden.apply(x, yielding=grammar_bitmask is not None)
+        batch.forbidden.apply(x, first, yielding=grammar_bitmask is not None)
 
 
-def _draw(x: Tensor, rows: list[int], index: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Draw for ``rows``, whose logits are x [R, V]: tokens [R] int64 and largest logits [R] float32."""
-    vocab_size = batch.vocab_size
+def _choose(x: Tensor, first: int, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Tokens [R] int64 and largest logits [R] of x [R, V], the batch's rows from ``first`` on."""
+    greedy = batch.greedy[first : first + len(x)]
+    if not any(greedy):
+        return _draw(x, range(first, first + len(x)), batch)
+    best = x.max(-1)
+    if all(greedy):
+        return best.indices, best.values.to(torch.float32)
+    drawn = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
+    index = _index(drawn, x.device)
+    tokens, values = best.indices, best.values.to(torch.float32)
+    tokens[index], values[index] = _draw(x[index], [first + i for i in drawn], batch)
+    return tokens, values
+
+
+def _draw(x: Tensor, rows: Sequence[int], batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Tokens [R] int64 and largest logits [R] float32 of x [R, V], the batch's ``rows``."""
     x = x.to(torch.float32)
+    index = _index(rows, x.device)
     maximum = x.amax(-1, keepdim=True)
-    inverse = batch.inverse_temperature[index][:, None]
-    min_p = batch.min_p[index][:, None] if batch.use_min_p else None
-    shift = draw.weight_shift(vocab_size)
-    padded = -(-vocab_size // draw.BLOCK) * draw.BLOCK
-    w = draw.weights(x, maximum, inverse, min_p, shift)
-    if padded != vocab_size:
-        w = torch.nn.functional.pad(w, (0, padded - vocab_size))
-    cut = [i for i, r in enumerate(rows) if batch.top_k[r] < vocab_size or batch.top_p[r] < 1.0]
-    if cut:
-        top_k = [batch.top_k[rows[i]] for i in cut]
-        top_p = [batch.top_p[rows[i]] for i in cut]
-        if len(cut) == len(rows):
-            draw.truncate(x, w, maximum, inverse, min_p, top_k, top_p, shift)
-        else:
-            sub = _rows_index(cut, x.device)
-            w_cut = w[sub]
-            min_p_cut = None if min_p is None else min_p[sub]
-            draw.truncate(x[sub], w_cut, maximum[sub], inverse[sub], min_p_cut, top_k, top_p, shift)
-            w[sub] = w_cut
+    scale = draw.Scale(
+        maximum=maximum,
+        inverse_temperature=batch.inverse_temperature[index][:, None],
+        min_p=batch.min_p[index][:, None] if batch.use_min_p else None,
+        shift=draw.weight_shift(batch.vocab_size),
+    )
     u = draw.uniform(batch.seed[index], batch.step[index])
-    return draw.inverse_cdf(w, u), maximum[:, 0]
+    top_k, top_p = [batch.top_k[row] for row in rows], [batch.top_p[row] for row in rows]
+    cut = [i for i in range(len(rows)) if top_k[i] < batch.vocab_size or top_p[i] < 1.0]
+    if len(cut) == len(rows):
+        return draw_truncated(x, scale, top_k, top_p, u), maximum[:, 0]
+    if not cut:
+        return draw.inverse_cdf(scale.weights(x), u), maximum[:, 0]
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=x.device)
+    some = _index(cut, x.device)
+    tokens[some] = draw_truncated(x[some], scale[some], [top_k[i] for i in cut], [top_p[i] for i in cut], u[some])
+    others = _index([i for i in range(len(rows)) if i not in cut], x.device)
+    tokens[others] = draw.inverse_cdf(scale[others].weights(x[others]), u[others])
+    return tokens, maximum[:, 0]
 
 
-def _rows_index(rows: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-def _rows(x: Tensor, rows: list[int], index: Tensor) -> Tensor:
-    """Rows of x, as a view where they are neighbours."""
-    if rows[-1] - rows[0] + 1 == len(rows):
-        return x[rows[0] : rows[-1] + 1]
-    return x[index]
+def _index(rows: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(rows), dtype=torch.int64, device=device)
 
 
 def _check_shapes(logits: Tensor, batch: SamplingBatch, grammar_bitmask: Tensor | None) -> None:
@@ -251,78 +256,52 @@ def _check_shapes(logits: Tensor, batch: SamplingBatch, grammar_bitmask: Tensor 
 
 
 def _build_bias(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> LogitBias | None:
-    entries = [
+    found = [
         (row, token, value)
         for row, r in enumerate(rows)
         for token, value in r.params.logit_bias.items()
         if 0 <= token < vocab_size
     ]
-    if not entries:
+    if not found:
         return None
-    row, token, value = zip(*entries, strict=True)
+    row, token, value = zip(*found, strict=True)
     return LogitBias(
-        row=torch.tensor(row, device=device),
-        token=torch.tensor(token, device=device),
+        entries=Entries.build(np.array(row), np.array(token), len(rows), device),
         value=torch.tensor(value, dtype=torch.float32, device=device),
     )
 
 
 def _build_penalties(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> Penalties | None:
-    wanted = [
-        (row, r)
-        for row, r in enumerate(rows)
-        if r.params.repetition_penalty != 1.0 or r.params.presence_penalty or r.params.frequency_penalty
-    ]
+    def factors(p: SamplingParams) -> tuple[float, float, float]:
+        return p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+
+    wanted = [row for row, r in enumerate(rows) if factors(r.params) != (1.0, 0.0, 0.0)]
     if not wanted:
         return None
-    seen_rows: list[NDArray[np.int64]] = []
-    seen_tokens: list[NDArray[np.int64]] = []
-    counts = torch.zeros(len(wanted), vocab_size, dtype=torch.int32, device=device)
-    for i, (_, r) in enumerate(wanted):
-        output = _valid(r.output_token_ids, vocab_size)
-        counts[i].index_add_(
-            0, torch.from_numpy(output).to(device), torch.ones(len(output), dtype=torch.int32, device=device)
-        )
-        seen = output
-        if r.params.repetition_penalty != 1.0:
-            seen = np.concatenate([_valid(r.prompt_token_ids, vocab_size), output])
-        seen_tokens.append(seen)
-        seen_rows.append(np.full(len(seen), i, dtype=np.int64))
-
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
-    return Penalties(
-        rows=torch.tensor([row for row, _ in wanted], device=device),
-        repetition=column([r.params.repetition_penalty for _, r in wanted]),
-        presence=column([r.params.presence_penalty for _, r in wanted]),
-        frequency=column([r.params.frequency_penalty for _, r in wanted]),
-        seen_row=torch.from_numpy(np.concatenate(seen_rows)).to(device),
-        seen_token=torch.from_numpy(np.concatenate(seen_tokens)).to(device),
-        counts=counts,
+    chosen = [rows[row] for row in wanted]
+    nothing = np.zeros(0, dtype=np.int64)
+    return Penalties.build(
+        wanted,
+        [r.prompt_token_ids if r.params.repetition_penalty != 1.0 else nothing for r in chosen],
+        [r.output_token_ids for r in chosen],
+        np.array([factors(r.params) for r in chosen], dtype=np.float32),
+        count=len(rows),
+        vocab_size=vocab_size,
+        device=device,
     )
-
-
-def _valid(token_ids: NDArray[np.integer], vocab_size: int) -> NDArray[np.int64]:
-    ids = token_ids.astype(np.int64)
-    return ids[(ids >= 0) & (ids < vocab_size)]
 
 
 def _build_forbidden(
     rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str, eos_token_ids: Sequence[int]
 ) -> ForbiddenTokens | None:
-    short = [(row, r) for row, r in enumerate(rows) if r.step < r.params.min_tokens]
-    entries: list[tuple[int, int]] = []
-    for i, (_, r) in enumerate(short):
-        ends = set(r.params.stop_token_ids)
-        if not r.params.ignore_eos:
-            ends.update(eos_token_ids)
-        entries += [(i, token) for token in sorted(ends) if 0 <= token < vocab_size]
-    if not entries:
+    found: list[tuple[int, int]] = []
+    for row, r in enumerate(rows):
+        if r.step < r.params.min_tokens:
+            ends = set(r.params.stop_token_ids)
+            if not r.params.ignore_eos:
+                ends.update(eos_token_ids)
+            found += [(row, token) for token in sorted(ends) if 0 <= token < vocab_size]
+    if not found:
         return None
-    entry, token = zip(*entries, strict=True)
-    return ForbiddenTokens(
-        rows=torch.tensor([row for row, _ in short], device=device),
-        entry=torch.tensor(entry, device=device),
-        token=torch.tensor(token, device=device),
-    )
+    row_ids, tokens = zip(*found, strict=True)
+    return ForbiddenTokens(entries=Entries.build(np.array(row_ids), np.array(tokens), len(rows), device))
