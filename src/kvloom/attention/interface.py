@@ -142,8 +142,6 @@ def paged_attention(
     )
     if kv.num_padding:
         out = torch.cat([out, out.new_zeros(kv.num_padding, *out.shape[1:])])
-    if kv.num_padding:
-        out = torch.cat([out, out.new_zeros(kv.num_padding, *out.shape[1:])])
     return out.unsqueeze(0), None
 
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ from kvloom.core.sequence import Sequence, SequenceStatus
 from kvloom.core.sizes import MemoryPlan, plan_memory
 from kvloom.core.stats import EngineInfo, EngineSnapshot
 from kvloom.engine.draw import sequence_seed
-from kvloom.engine.grammar import GrammarCompiler, GrammarState
 from kvloom.engine.logprobs import prompt_logprobs
 from kvloom.engine.noise import measure_noise
 from kvloom.engine.runner import ModelRunner
@@ -37,6 +37,9 @@ from kvloom.engine.sampler import SamplingBatch, SamplingRow, sample
 from kvloom.engine.scheduler import Chunk, Scheduler
 from kvloom.kernels.ops import choose_backend
 from kvloom.models.loader import LoadedModel, load_model
+
+if TYPE_CHECKING:
+    from kvloom.engine.grammar import GrammarCompiler, GrammarState
 
 AUTO_CACHE_BYTES = 4 * 2**30
 AUTO_CACHE_SHARE = 0.5
@@ -280,6 +283,8 @@ class Engine:
 
     def _compiler(self) -> GrammarCompiler:
         if self._grammars is None:
+            from kvloom.engine.grammar import GrammarCompiler  # its library loads only when somebody asks
+
             self._grammars = GrammarCompiler(self.loaded.tokenizer, self.loaded.vocab_size, self.loaded.eos_token_ids)
         return self._grammars
 

