@@ -125,9 +125,7 @@ TRAITS: Mapping[str, Traits] = {
     "stablelm": Traits(weights=False),
     "mixtral": Traits(windows=all_sliding_if_set, expert_style="mixtral"),
     "qwen2_moe": Traits(windows=qwen_windows, qkv_bias=True, expert_style="qwen2_moe"),
-    "qwen3_moe": Traits(
-        windows=qwen_windows, qkv_bias=None, out_bias=None, head_norm="head", expert_style="qwen3_moe"
-    ),
+    "qwen3_moe": Traits(windows=qwen_windows, qkv_bias=None, out_bias=None, head_norm="head", expert_style="qwen3_moe"),
     "olmoe": Traits(head_norm="full", qkv_bias=None, out_bias=None, expert_style="olmoe"),
     "gpt_oss": Traits(
         windows=lambda fields, n: [SLIDING if i % 2 == 0 else FULL for i in range(n)],
@@ -247,9 +245,7 @@ def _parameters(
     )
 
 
-def _experts(
-    style: str, fields: Fields, num_layers: int, hidden: int, intermediate: int
-) -> tuple[int, int, int, int]:
+def _experts(style: str, fields: Fields, num_layers: int, hidden: int, intermediate: int) -> tuple[int, int, int, int]:
     """(parameters besides attention and routed experts, one expert over all layers, experts, top_k)."""
     experts = fields.integer("num_local_experts", "num_experts", "n_routed_experts")
     top_k = fields.integer("num_experts_per_tok", "num_experts_per_token")

@@ -1,0 +1,99 @@
+"""Measured quality losses, shipped as data: which model, which text, how, and what else is known.
+
+A number holds for the model and text it was measured on. For any other family the planner shows it
+as an order of magnitude and says "not measured for this family".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+NOT_MEASURED = "not measured for this family"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quality:
+    """Expected loss of one format. ``kl_mean`` in nats per token against the exact cache."""
+
+    kl_mean: float | None
+    top1_percent: float | None
+    perplexity_change_percent: float | None
+    model: str | None
+    text: str | None
+    protection: str
+    measured_for_this_model: bool
+
+    @property
+    def note(self) -> str:
+        if self.kl_mean is None:
+            return "not measured"
+        return "measured on this model" if self.measured_for_this_model else NOT_MEASURED
+
+
+LOSSLESS = Quality(
+    kl_mean=0.0,
+    top1_percent=100.0,
+    perplexity_change_percent=0.0,
+    model=None,
+    text=None,
+    protection="lossless",
+    measured_for_this_model=True,
+)
+
+
+@lru_cache(maxsize=1)
+def _data() -> Mapping[str, Any]:
+    text = files("kvloom.planner").joinpath("data").joinpath("quality.json").read_text(encoding="utf-8")
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+def tables() -> list[dict[str, Any]]:
+    """Every measured table, each with ``model``, ``text``, ``how``, ``limits`` and ``rows``."""
+    return list(_data()["tables"])
+
+
+def expected_loss(codec: str, *, sink_tokens: int, recent_tokens: int, model: str, long: bool = False) -> Quality:
+    """The measured loss of ``codec`` under a protection, or the nearest weaker one measured.
+
+    ``long`` prefers the 4,096-token table, where the protected share is smaller. A row measured
+    with *more* protection than asked for is never used: it would flatter.
+    """
+    ordered = list(reversed(tables())) if long else tables()
+    for table in ordered:
+        rows = [
+            row
+            for row in table["rows"]
+            if row.get("codec") == codec and row["sink_tokens"] <= sink_tokens and row["recent_tokens"] <= recent_tokens
+        ]
+        if rows:
+            row = max(rows, key=lambda item: (item["recent_tokens"], item["sink_tokens"]))
+            return Quality(
+                kl_mean=row["kl_mean"],
+                top1_percent=row["top1_percent"],
+                perplexity_change_percent=row["perplexity_change_percent"],
+                model=table["model"],
+                text=table["text"],
+                protection=f"first {row['sink_tokens']} and last {row['recent_tokens']} tokens raw",
+                measured_for_this_model=any(name in model.lower() for name in table["model_names"]),
+            )
+    return Quality(
+        kl_mean=None,
+        top1_percent=None,
+        perplexity_change_percent=None,
+        model=None,
+        text=None,
+        protection="",
+        measured_for_this_model=False,
+    )
+
+
+def known_results(model: str, model_type: str) -> list[dict[str, str]]:
+    """Published results that concern this model or its family."""
+    wanted = model.lower()
+    return [item for item in _data()["known"] if item["matches"] in wanted or item["matches"] == model_type]
