@@ -150,10 +150,19 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 @torch.inference_mode()
-def eager_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+def assert_greedy(eager: Any, prompt: list[int], output: list[int]) -> None:
+    """``output`` is what transformers' eager attention would choose greedily after ``prompt``.
+
+    One pass over prompt and output suffices: token i must be the best one after all before it.
+    """
+    logits = eager(input_ids=torch.tensor([prompt + output]), use_cache=False).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist() == output
+
+
+@torch.inference_mode()
+def eager_greedy(eager: Any, prompt: list[int], count: int) -> list[int]:
     """Greedy continuation by transformers' eager attention, without any cache: everything recomputed."""
     ids = list(prompt)
     for _ in range(count):
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-        ids.append(int(logits.argmax()))
+        ids.append(int(eager(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(prompt) :]
