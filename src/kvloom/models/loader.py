@@ -217,8 +217,8 @@ def _check_report(checkpoint: Checkpoint, report: Mapping[str, Any]) -> None:
         name, stored, built = (*mismatched[0], "?", "?")[:3]
         raise CorruptModelError(
             f"{checkpoint.directory}: config.json contradicts the weights: {name} is {_shape(stored)} in the files but "
-            f"{_shape(built)} by the configuration ({len(mismatched)} such weights); use the config.json that came with "
-            "the weights"
+            f"{_shape(built)} by the configuration ({len(mismatched)} such weights); use the config.json that came "
+            "with the weights"
         )
     missing = sorted(report.get("missing_keys") or ())
     if missing:

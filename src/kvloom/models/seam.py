@@ -144,8 +144,8 @@ def check_calls(model: nn.Module, layout: KVLayout, query_heads: Sequence[int]) 
             raise UnsupportedModelError(f"layer {layer} attends as {got}; its layout says {want}")
     if len(backend.attended) != len(expected):
         raise UnsupportedModelError(
-            f"{len(backend.attended)} of the model's {len(expected)} layers reached the paged cache; the others compute "
-            "attention elsewhere, so the model cannot be served"
+            f"{len(backend.attended)} of the model's {len(expected)} layers reached the paged cache; the others "
+            "compute attention elsewhere, so the model cannot be served"
         )
     stores = [home for layer, home in enumerate(layout.homes) if layer not in layout.shared]
     if backend.written != stores:

@@ -133,6 +133,8 @@ def layer_type_windows(config: Any, num_layers: int) -> list[int | None]:
             f"layer_types has {len(kinds)} entries for {num_layers} layers, of types {', '.join(sorted(set(kinds)))}; "
             "served are one per layer, full_attention or sliding_attention"
         )
-    if "sliding_attention" in kinds and not window:
+    if "sliding_attention" not in kinds:
+        return [None] * num_layers
+    if not window:
         raise UnsupportedModelError(f"layer_types has sliding_attention layers but sliding_window is {window}")
     return [int(window) if kind == "sliding_attention" else None for kind in kinds]

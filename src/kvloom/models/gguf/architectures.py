@@ -205,4 +205,5 @@ def find_architecture(header: GGUFHeader) -> Architecture:
 def _deinterleave(values: np.ndarray, num_heads: int) -> np.ndarray:
     """Rows ``[head][pair][2]`` back to ``[head][2][pair]``, as transformers' rotation expects them."""
     rows = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
-    return rows.swapaxes(1, 2).reshape(values.shape)
+    restored: np.ndarray = rows.swapaxes(1, 2).reshape(values.shape)
+    return restored

@@ -6,6 +6,7 @@ for a vocabulary of 262,144) and reads past the end of a truncated file.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def read_header(path: Path) -> GGUFHeader:
     data = np.memmap(path, dtype=np.uint8, mode="r")
     if bytes(data[:4]) != MAGIC:
         raise CorruptModelError(f"{path} does not start with {MAGIC!r}; it is not a GGUF file")
-    cursor = _Cursor(path, memoryview(data), 4)
+    cursor = _Cursor(path, memoryview(data.data), 4)
     version = cursor.scalar("I")
     if version not in (2, 3):
         raise UnsupportedModelError(f"{path} is a GGUF file of version {version}; versions 2 and 3 are read")
@@ -94,7 +95,7 @@ def _tensor_bytes(path: Path, name: str, shape: tuple[int, ...], kind: GGMLQuant
             f"{path}: tensor {name!r} has shape {shape}, whose rows do not hold whole blocks of {block} values "
             f"({kind.name}); download the file again"
         )
-    return int(np.prod(shape, dtype=np.int64)) // block * block_bytes
+    return math.prod(shape) // int(block) * int(block_bytes)
 
 
 class _Cursor:
