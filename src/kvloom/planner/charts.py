@@ -137,7 +137,7 @@ def line_chart(
         return ""
     low_y = min(ys) * 0.8 if log else 0.0
     x_scale = _Scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, log=log)
-    y_scale = _Scale(low_y, max(ys) * (1.5 if log else 1.08), HEIGHT - BOTTOM, TOP, log=log)
+    y_scale = _Scale(low_y, max(ys) * (1.5 if log else 1.3), HEIGHT - BOTTOM, TOP, log=log)
     parts = _frame(title, x_title, y_title)
     if log:
         parts += _ticks_x(x_scale, _powers(min(xs), max(xs), 2, 9), x_label)
@@ -176,13 +176,15 @@ def scatter(title: str, dots: Sequence[Dot], *, x_title: str, y_title: str, y_la
     floor_y = min(positive) / 3 if positive else 1e-4
     x_low, x_high = min(dot.x for dot in dots) * 0.85, max(dot.x for dot in dots) * 1.3
     x_scale = _Scale(x_low, x_high, LEFT, WIDTH - RIGHT, log=True)
-    y_scale = _Scale(floor_y, max([*positive, floor_y * 10]) * 2, HEIGHT - BOTTOM, TOP, log=True)
+    y_high = max([*positive, floor_y * 10]) * 2
+    y_scale = _Scale(floor_y, y_high, HEIGHT - BOTTOM, TOP, log=True)
     parts = _frame(title, x_title, y_title)
-    step = (x_high / x_low) ** (1 / 5)
-    parts += _ticks_x(x_scale, [x_low * step**index for index in range(1, 6)], lambda v: bytes_label(_short(v)))
-    parts += _ticks_y(y_scale, _powers_of_ten(floor_y, max([*positive, floor_y * 10]) * 2), y_label)
-    parts.append(f'<text x="{LEFT - 8}" y="{HEIGHT - BOTTOM + 4}" text-anchor="end">0</text>')
-    taken: list[tuple[float, float]] = []
+    parts += _ticks_x(x_scale, _binary_steps(x_low, x_high), bytes_label)
+    ticks = [tick for tick in _powers_of_ten(floor_y, y_high) if y_scale(tick) < HEIGHT - BOTTOM - 14]
+    parts += _ticks_y(y_scale, ticks, y_label)
+    parts.append(f'<text x="{LEFT - 8}" y="{HEIGHT - BOTTOM + 4}" text-anchor="end">exact</text>')
+    placed: list[tuple[float, float]] = []
+    labels: list[str] = []
     for dot in sorted(dots, key=lambda item: not item.strong):
         x, y = x_scale(dot.x), y_scale(max(dot.y, floor_y))
         radius = 4 + 7 * dot.weight
@@ -191,25 +193,43 @@ def scatter(title: str, dots: Sequence[Dot], *, x_title: str, y_title: str, y_la
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{fill}" fill-opacity="0.75" '
             f'stroke="{COLOURS[0]}"><title>{escape(dot.hint)}</title></circle>'
         )
-        label_x, label_y = x + radius + 3, y + 4
-        while any(abs(label_x - tx) < 90 and abs(label_y - ty) < 12 for tx, ty in taken) and label_y > TOP:
-            label_y -= 12
-        taken.append((label_x, label_y))
-        anchor = "start"
-        if label_x > WIDTH - RIGHT - 90:
-            label_x, anchor = x - radius - 3, "end"
-        weight = ' font-weight="600"' if dot.strong else ' fill="#777"'
-        parts.append(
-            f'<text x="{label_x:.1f}" y="{label_y:.1f}" text-anchor="{anchor}" font-size="11"{weight}>'
-            f"{escape(dot.name)}</text>"
-        )
+        labels.append(_label(dot, x, y, radius, placed))
+    parts += labels  # over all circles
     return "\n".join([*parts, "</svg>"])
 
 
-def _short(value: float) -> float:
-    """Three significant digits within the binary unit."""
-    size = next((size for size, _ in BINARY if value >= size), 1)
-    return float(f"{value / size:.3g}") * size
+def _label(dot: Dot, x: float, y: float, radius: float, placed: list[tuple[float, float]]) -> str:
+    """A dot's name beside it, moved up or down until it covers no earlier name."""
+    width = 6.4 * len(dot.name)
+    left = x + radius + 3 + width > WIDTH - RIGHT
+    at_x = x - radius - 3 - width if left else x + radius + 3
+    offsets = [0.0, 12.0, -12.0, 24.0, -24.0, 36.0, -36.0]
+    at_y = y + 4
+    for offset in offsets:
+        candidate = y + 4 + offset
+        if TOP < candidate < HEIGHT - BOTTOM + 6 and not any(
+            abs(at_x - other_x) < max(width, 60) and abs(candidate - other_y) < 11 for other_x, other_y in placed
+        ):
+            at_y = candidate
+            break
+    placed.append((at_x, at_y))
+    leader = ""
+    if abs(at_y - y - 4) > 1:
+        leader = f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{at_x:.1f}" y2="{at_y - 4:.1f}" stroke="#bbb"/>'
+    style = ' font-weight="600"' if dot.strong else ' fill="#666"'
+    return (
+        f'{leader}<text x="{at_x:.1f}" y="{at_y:.1f}" font-size="11" stroke="#fff" stroke-width="3" '
+        f'paint-order="stroke"{style}>{escape(dot.name)}</text>'
+    )
+
+
+def _binary_steps(low: float, high: float) -> list[float]:
+    """1, 1.5, 2, 3, 4, 6 … times powers of two within [low, high], at most nine."""
+    values = [factor * 2.0**exponent for exponent in range(60) for factor in (1.0, 1.5)]
+    inside = [value for value in values if low <= value <= high]
+    if len(inside) > 9:
+        inside = [value for value in inside if log10(value) / log10(2) % 1 < 1e-9]
+    return inside[:: ceil(len(inside) / 9)] if inside else [low, high]
 
 
 def _powers_of_ten(low: float, high: float) -> list[float]:

@@ -7,12 +7,11 @@ September 2026.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import floor
 
-from kvloom.core.sizes import format_bytes
-from kvloom.planner.choose import Pipeline
+from kvloom.planner.choose import Choice, Pipeline
 from kvloom.planner.setting import Setting
 
 Codecs = Mapping[str, str]
@@ -83,19 +82,41 @@ def kvloom_yaml(pipeline: Pipeline, setting: Setting) -> str:
             entries.append(f"{{kind: {tier.name}{extra}, size: {_size(tier.num_bytes)}}}")
         lines.append(f"  tiers: [{', '.join(entries)}]")
     lines.append(f"  prefix_cache: {str(pipeline.prefix_cache).lower()}")
-    lines += [f"model: {setting.model}", f"max_model_len: {setting.tokens}", f"max_sequences: {_batch(setting)}"]
+    lines += [f"model: {setting.hub_name}", f"max_model_len: {setting.tokens}", f"max_sequences: {_batch(setting)}"]
     return "\n".join(lines) + "\n"
 
 
-def launches(pipeline: Pipeline, setting: Setting) -> tuple[Launch, ...]:
-    """Launch commands for the other engines."""
-    return (
-        _vllm(pipeline, setting),
-        _sglang(pipeline, setting),
-        _tensorrt(pipeline, setting),
-        _tgi(pipeline, setting),
-        _llama_cpp(pipeline, setting),
+def launches(choices: Sequence[Choice], setting: Setting) -> tuple[Launch, ...]:
+    """Launch commands for the other engines, each with the best accepted codec that it has.
+
+    Everything but the codec follows the first choice.
+    """
+    engines: tuple[tuple[Callable[[Pipeline, Setting], Launch], Codecs], ...] = (
+        (_vllm, _VLLM),
+        (_sglang, _SGLANG),
+        (_tensorrt, _TENSORRT),
+        (_tgi, _TGI),
+        (_llama_cpp, _LLAMA_CPP),
     )
+    return tuple(_launch(build, table, choices, setting) for build, table in engines)
+
+
+def _launch(
+    build: Callable[[Pipeline, Setting], Launch], table: Codecs, choices: Sequence[Choice], setting: Setting
+) -> Launch:
+    best = choices[0].pipeline
+    if best.form.codec.name in table:
+        return build(best, setting)
+    for choice in choices:
+        name = choice.pipeline.form.codec.name
+        if choice.accepted and name in table:
+            replaced = replace(best, form=choice.pipeline.form, press=None, keep=None)
+            launch = build(replaced, setting)
+            missing = [f"codec {best.form.codec.name}: not available there; {name}, the next accepted one, instead"]
+            if best.press:
+                missing.append(f"press {best.press}")
+            return replace(launch, cannot=(*missing, *launch.cannot))
+    return build(best, setting)
 
 
 def _size(num_bytes: int) -> str:
@@ -135,7 +156,7 @@ def _tier_bytes(pipeline: Pipeline, *names: str) -> int:
 def _vllm(pipeline: Pipeline, setting: Setting) -> Launch:
     cannot: list[str] = []
     notes: list[str] = []
-    flags = [f"vllm serve {setting.model}", f"--max-model-len {setting.tokens}", f"--max-num-seqs {_batch(setting)}"]
+    flags = [f"vllm serve {setting.hub_name}", f"--max-model-len {setting.tokens}", f"--max-num-seqs {_batch(setting)}"]
     flags += _parallel_flags(setting, "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
     codec = _codec(pipeline, _VLLM, cannot)
     if codec:
@@ -162,7 +183,7 @@ def _vllm(pipeline: Pipeline, setting: Setting) -> Launch:
 def _sglang(pipeline: Pipeline, setting: Setting) -> Launch:
     cannot: list[str] = []
     flags = [
-        f"python -m sglang.launch_server --model-path {setting.model}",
+        f"python -m sglang.launch_server --model-path {setting.hub_name}",
         f"--context-length {setting.tokens}",
         f"--max-running-requests {_batch(setting)}",
     ]
@@ -201,7 +222,7 @@ def _tensorrt(pipeline: Pipeline, setting: Setting) -> Launch:
     if setting.parallel.dp > 1:
         cannot.append(f"data parallelism {setting.parallel.dp}: start as many servers")
     flags = [
-        f"trtllm-serve {setting.model}",
+        f"trtllm-serve {setting.hub_name}",
         f"--max_seq_len {setting.tokens}",
         f"--max_batch_size {_batch(setting)}",
         f"--tp_size {setting.parallel.tp}",
@@ -219,7 +240,7 @@ def _tensorrt(pipeline: Pipeline, setting: Setting) -> Launch:
 def _tgi(pipeline: Pipeline, setting: Setting) -> Launch:
     cannot: list[str] = []
     flags = [
-        f"text-generation-launcher --model-id {setting.model}",
+        f"text-generation-launcher --model-id {setting.hub_name}",
         f"--max-total-tokens {setting.tokens}",
         f"--max-input-tokens {max(1, setting.tokens - 1)}",
         f"--max-concurrent-requests {_batch(setting)}",
@@ -280,10 +301,16 @@ def _parallel_flags(setting: Setting, tp: str, pp: str, dp: str) -> list[str]:
     return [f"{flag} {degree}" for flag, degree in degrees if degree > 1]
 
 
-def handover_report(pipeline: Pipeline, setting: Setting) -> dict[str, object]:
-    """YAML and launches as plain values."""
+def handover_report(choices: Sequence[Choice], setting: Setting) -> dict[str, object]:
+    """YAML and launches of the first choice as plain values, at the batch it was rated for."""
+    best = choices[0]
+    setting = replace(setting, batch=max(1, best.batch))
+    now = next((choice for choice in choices if choice.pipeline.served and choice.fits is not False), None)
     return {
-        "kvloom_yaml": kvloom_yaml(pipeline, setting),
+        "kvloom_yaml": kvloom_yaml(best.pipeline, setting),
+        "kvloom_yaml_served_now": None
+        if now is None
+        else kvloom_yaml(now.pipeline, replace(setting, batch=max(1, now.batch))),
         "engines": {
             launch.engine: {
                 "command": launch.command,
@@ -291,7 +318,6 @@ def handover_report(pipeline: Pipeline, setting: Setting) -> dict[str, object]:
                 "cannot_express": list(launch.cannot),
                 "notes": list(launch.notes),
             }
-            for launch in launches(pipeline, setting)
+            for launch in launches(choices, setting)
         },
-        "cache_bytes": format_bytes(setting.sequence_bytes(pipeline.form, setting.tokens) * setting.batch),
     }

@@ -73,7 +73,11 @@ def _curve(accounting: Accounting, contexts: list[int], batch: int) -> Line:
 
 
 def _pareto(document: Mapping[str, Any]) -> str:
-    measured = [choice for choice in document["choices"] if choice["quality"]["kl_mean"] is not None]
+    first_of = {}
+    for choice in document["choices"]:
+        if choice["quality"]["kl_mean"] is not None:
+            first_of.setdefault(choice["name"].split("+")[0], choice)  # with and without tiers: one dot
+    measured = list(first_of.values())
     fastest = max((choice["tokens_per_second"] or 0.0 for choice in measured), default=0.0)
     dots = [
         Dot(

@@ -121,6 +121,7 @@ def answer(question: Question) -> Answer:
     )
     setting = Setting(
         model=_label(source),
+        hub_name=source.hub_name or question.model,
         architecture=architecture,
         weights=weights,
         hardware=hardware,
@@ -211,7 +212,7 @@ def _choices(
         "accepted_kl": situation.max_kl if question.max_kl is None else question.max_kl,
         "aim": situation.aim,
     }
-    document["handover"] = handover_report(choices[0].pipeline, setting)
+    document["handover"] = handover_report(choices, setting)
     document["known_results"] = known_results(setting.model, setting.architecture.model_type)
     if workload is not None:
         document["workload"] = {

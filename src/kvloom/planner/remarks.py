@@ -39,8 +39,8 @@ def say_traps(architecture: Architecture, assumptions: list[str]) -> None:
     heads = max((layer.num_heads for layer in architecture.layers), default=0)
     if architecture.kind in ("GQA", "MQA") and heads and architecture.num_query_heads > heads:
         assumptions.append(
-            f"{heads} KV heads are counted, not {architecture.num_query_heads} query heads (a common mistake, here "
-            f"{architecture.num_query_heads / heads:g} times too much)"
+            f"{heads} KV {'heads are' if heads > 1 else 'head is'} counted, not {architecture.num_query_heads} query "
+            f"heads (a common mistake, here {architecture.num_query_heads / heads:g} times too much)"
         )
     if architecture.expanded is not None:
         assumptions.append(

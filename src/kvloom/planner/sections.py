@@ -147,7 +147,11 @@ def _fit(document: Document) -> Section:
         ("verdict", verdict if fit["asked"] else f"{verdict} (not asked: exit status stays 0)"),
         ("memory", f"{exact(fit['memory_bytes'])} a device, {100 * fit['utilisation']:g} % of it used"),
         ("left for the cache", exact(fit["available_for_cache_bytes"])),
-        (f"longest context at batch {document['batch']:,}", _count(fit["longest_context"], fit["fits"])),
+        (
+            f"longest context at batch {document['batch']:,}",
+            _count(fit["longest_context"], fit["fits"])
+            + (f" (model's own limit {limit:,})" if (limit := fit["longest_context_model_limit"]) else ""),
+        ),
         (f"largest batch at {document['tokens']:,} tokens", _count(fit["largest_batch"], fit["fits"])),
     ]
     if fit["concurrency"] is not None:
@@ -245,6 +249,9 @@ def _choices(document: Document) -> Section:
 
 def _handover(report: Mapping[str, Any]) -> Section:
     lines = ["kvloom YAML:", *("  " + line for line in report["kvloom_yaml"].splitlines())]
+    now = report["kvloom_yaml_served_now"]
+    if now is not None and now != report["kvloom_yaml"]:
+        lines += ["best that this version of kvloom serves:", *("  " + line for line in now.splitlines())]
     for engine, launch in report["engines"].items():
         lines.append(f"{engine}: {launch['command']}")
         for name, text in launch["files"].items():

@@ -19,9 +19,13 @@ from kvloom.planner.weights import Weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """``budget_bytes`` is one device's room for the cache; None when no device was named."""
+    """``model`` is the name that quality tables know, ``hub_name`` the one that engines download by.
+
+    ``budget_bytes`` is one device's room for the cache; None when no device was named.
+    """
 
     model: str
+    hub_name: str
     architecture: Architecture
     weights: Weights | None
     hardware: Hardware | None

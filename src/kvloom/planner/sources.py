@@ -21,7 +21,7 @@ class ModelSource:
     """A configuration and what came with it.
 
     ``weight_bytes`` is the stored size of the weights, read from headers; None when not at hand.
-    ``parameters`` is a weight count from a header.
+    ``parameters`` is a weight count from a header. ``hub_name`` is the hub id, where there is one.
     """
 
     name: str
@@ -30,6 +30,7 @@ class ModelSource:
     weight_bytes: int | None = None
     weight_origin: str = ""
     parameters: int | None = None
+    hub_name: str | None = None
     notes: tuple[str, ...] = field(default=())
 
 
@@ -55,6 +56,7 @@ def find_model(text: str) -> ModelSource:
             name=text,
             origin=f"preset {preset.name}",
             config=preset.config,
+            hub_name=text if "/" in text else preset.hub_ids[0],
             notes=(f"configuration from kvloom's preset {preset.name!r}, not downloaded",),
         )
     if path.suffix in (".json", ".gguf") or text.startswith((".", "/", "~")) or text.count("/") != 1:
@@ -129,7 +131,12 @@ def _from_hub(text: str) -> ModelSource:
         ) from error
     weights, origin = _hub_weights(text, hf_hub_download)
     return ModelSource(
-        name=text, origin=f"hub {text}", config=_read_json(config), weight_bytes=weights, weight_origin=origin
+        name=text,
+        hub_name=text,
+        origin=f"hub {text}",
+        config=_read_json(config),
+        weight_bytes=weights,
+        weight_origin=origin,
     )
 
 

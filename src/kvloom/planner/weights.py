@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -63,13 +64,29 @@ def weight_bytes(
         )
     if count is None:
         return None
-    per = WEIGHT_DTYPES[dtype or "bfloat16"]
+    stated = _quantised(source)
+    chosen = dtype or stated or "bfloat16"
+    per = WEIGHT_DTYPES[chosen]
+    why = f"{chosen}, as the config's quantization_config says" if stated and dtype is None else chosen
     return Weights(
         num_bytes=ceil(count * per),
-        origin=f"{count:,} parameters counted from the configuration × {per:g} bytes ({dtype or 'bfloat16'})",
-        estimate=dtype not in (None, "float32", "bfloat16", "float16"),
+        origin=f"{count:,} parameters counted from the configuration × {per:g} bytes ({why})",
+        estimate=chosen not in ("float32", "bfloat16", "float16"),  # some tensors usually stay at 16 bits
         bytes_per_parameter=per,
     )
+
+
+def _quantised(source: ModelSource) -> str | None:
+    """The weight dtype that a config's ``quantization_config`` implies, where it is one we know."""
+    stated = source.config.get("quantization_config")
+    if not isinstance(stated, Mapping):
+        return None
+    method, bits = str(stated.get("quant_method")), stated.get("bits")
+    if method in ("fp8", "mxfp4"):
+        return method
+    if method in ("awq", "gptq") and bits in (4, 8):
+        return f"int{bits}"
+    return None
 
 
 def activation_bytes(architecture: Architecture, *, chunk: int, batch: int, tp: int) -> int:
