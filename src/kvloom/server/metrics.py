@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import CollectorRegistry
 
 from kvloom import __version__
@@ -92,12 +92,15 @@ class Collector:
         yield from self._metrics.families(labels)
 
 
-def render_metrics(collector: Collector, accept: str) -> tuple[bytes, str]:
-    """The metrics page and its content type, in the format that ``accept`` asks for."""
+def render_metrics(collector: Collector) -> tuple[bytes, str]:
+    """The metrics page and its content type.
+
+    Always Prometheus's text format, whatever the scraper offers: the library's OpenMetrics writer
+    turns ``vllm:`` into ``vllm_``, which no dashboard looks for.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    encode, content_type = choose_encoder(accept)
-    return encode(registry), content_type
+    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
 def published_families(snapshot: EngineSnapshot) -> Iterator[Family]:

@@ -245,7 +245,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    page, content_type = render_metrics(_serving(request).collector, request.headers.get("accept", ""))
+    page, content_type = render_metrics(_serving(request).collector)
     return Response(page, media_type=content_type)
 
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import anyio
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -25,6 +26,7 @@ logger = logging.getLogger("kvloom.server")
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
+PIECE_BYTES = 64 * 1024
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
@@ -119,13 +121,24 @@ class EventStream(Response):
         return _data(dump_json(chunk))
 
     async def _write(self, send: Send, body: bytes, *, more: bool) -> None:
-        """Send, which waits while the socket's buffer is full; give up on a client that lets it stay so."""
-        message: Message = {"type": "http.response.body", "body": body, "more_body": more}
-        try:
-            await asyncio.wait_for(send(message), self._stall_timeout)
-        except asyncio.TimeoutError:
-            logger.warning("dropped a client that read nothing for %g s", self._stall_timeout)
-            raise ClientGone from None
+        """Send, which waits while the socket's buffer is full; give up on a client that lets it stay so.
+
+        In pieces, because a message that has begun to be sent is buffered whole.
+        """
+        for start in range(0, len(body), PIECE_BYTES):
+            piece = body[start : start + PIECE_BYTES]
+            message: Message = {
+                "type": "http.response.body",
+                "body": piece,
+                "more_body": more or start + len(piece) < len(body),
+            }
+            try:
+                # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
+                with anyio.fail_after(self._stall_timeout):
+                    await send(message)
+            except TimeoutError:
+                logger.warning("dropped a client that read nothing for %g s", self._stall_timeout)
+                raise ClientGone from None
 
 
 def _data(document: bytes) -> bytes:
