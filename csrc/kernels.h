@@ -1,0 +1,188 @@
+// The kernels of one instruction set. Included once per set, by kernels_<name>.cpp, after its Vec.
+#pragma once
+
+#include <cmath>
+
+#include "convert.h"
+#include "product.h"
+#include "softmax.h"
+#include "types.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+// Logits of all rows at the chunk's visible tokens, rounded outwards to whole vectors.
+template <class T>
+void chunk_scores(const ChunkArgs& args) {
+    const Format& format = *args.format;
+    const int size = format.block_size;
+    const int grain = Vec::W < size ? Vec::W : size;
+    const unsigned char* const* block = args.blocks;
+    for (int start = args.first / size * size; start < args.end; start += size, ++block) {
+        const int from = args.first > start ? (args.first - start) / grain * grain : 0;
+        int to = args.end - start;
+        to = to < size ? (to + grain - 1) / grain * grain : size;
+        const auto* keys = reinterpret_cast<const typename T::B*>(block[0] + format.k_offset);
+        Operands o;
+        o.a = args.q;
+        o.b = keys + from * T::P;
+        o.c = args.scores + start + from;
+        o.b_stride = static_cast<ptrdiff_t>(size) * T::P;
+        o.c_stride = kLda;
+        o.steps = format.k_dim / T::P;
+        o.accumulate = false;
+        o.ahead = block[1] != nullptr ? block[1] - block[0] : 0;
+        product<T>(args.rows, to - from, o);
+    }
+}
+
+// out (+)= weights V over the chunk's visible tokens and no other: what lies beside them in memory
+// may never have been written, and 0 * NaN would spoil the sum.
+template <class T>
+void chunk_outputs(const ChunkArgs& args) {
+    const Format& format = *args.format;
+    const int size = format.block_size, dim = format.v_dim;
+    const auto* weights = Same<T, BF16Dot>::value ? static_cast<const typename T::A*>(args.weights)
+                                                  : reinterpret_cast<const typename T::A*>(args.scores);
+    const unsigned char* const* block = args.blocks;
+    typename T::B lone[kMaxDim * T::P];
+
+    Operands o;
+    o.c = args.out;
+    o.c_stride = args.out_stride;
+    o.b_stride = static_cast<ptrdiff_t>(dim) * T::P;
+    o.accumulate = false;
+    const auto run = [&](int token, const typename T::B* rows, int steps, ptrdiff_t ahead) {
+        o.a = weights + token;
+        o.b = rows;
+        o.steps = steps;
+        o.ahead = ahead;
+        product<T>(args.rows, dim, o);
+        o.accumulate = true;
+    };
+    for (int start = args.first / size * size; start < args.end; start += size, ++block) {
+        const auto* values = reinterpret_cast<const typename T::B*>(block[0] + format.v_offset);
+        const ptrdiff_t ahead = block[1] != nullptr ? block[1] - block[0] : 0;
+        int from = args.first > start ? args.first : start;
+        const int to = args.end < start + size ? args.end : start + size;
+        if constexpr (T::P == 1) {
+            run(from, values + static_cast<ptrdiff_t>(from - start) * dim, to - from, ahead);
+        } else {
+            // A pair of which one token is not visible is read through a copy with a zero in its place.
+            const auto single = [&](int token) {
+                const auto* pair = values + static_cast<ptrdiff_t>((token - start) / 2) * dim * 2;
+                const int keep = token & 1;
+                for (int d = 0; d < dim; ++d) {
+                    lone[2 * d + keep] = pair[2 * d + keep];
+                    lone[2 * d + 1 - keep] = 0;
+                }
+                run(token & ~1, lone, 1, 0);
+            };
+            if (from & 1) single(from++);
+            if (to - from >= 2) run(from, values + static_cast<ptrdiff_t>((from - start) / 2) * dim * 2, (to - from) / 2, ahead);
+            if (((to - from) & 1) && from < to) single(to - 1);
+        }
+    }
+}
+
+template <class T>
+void attend_chunk(const ChunkArgs& args) {
+    constexpr int W = Vec::W;
+    chunk_scores<T>(args);
+    const int begin = args.first / W * W, end = (args.end + W - 1) / W * W;
+    for (int row = 0; row < args.rows; ++row) softmax_row<T>(args, row, begin, end);
+    chunk_outputs<T>(args);
+}
+
+template <class V>
+struct Chooser {
+    static void chunk(const ChunkArgs& args, bool dot) {
+        switch (args.format->dtype) {
+            case DType::f32: return attend_chunk<F32>(args);
+            case DType::f16: return attend_chunk<F16>(args);
+            case DType::bf16:
+                if constexpr (V::kDot) {
+                    if (dot) return attend_chunk<BF16Dot>(args);
+                }
+                return attend_chunk<BF16>(args);
+        }
+    }
+};
+
+static void pack(const void* const* rows, int count, int dim, DType dtype, bool dot, void* packed) {
+    for (int row = 0; row < count; ++row) {
+        if (dot) {
+            __builtin_memcpy(static_cast<uint16_t*>(packed) + static_cast<ptrdiff_t>(row) * kLda, rows[row], dim * 2);
+            continue;
+        }
+        float* to = static_cast<float*>(packed) + static_cast<ptrdiff_t>(row) * kLda;
+        if (dtype == DType::f32) {
+            __builtin_memcpy(to, rows[row], dim * 4);
+            continue;
+        }
+        const auto* from = static_cast<const uint16_t*>(rows[row]);
+        if (dtype == DType::bf16) {
+            for (int d = 0; d < dim; ++d) to[d] = bf16_to_float(from[d]);
+        } else {
+            int d = 0;
+            for (; d + Vec::W <= dim; d += Vec::W) Vec::store(to + d, Vec::load_f16(from + d));
+            for (; d < dim; ++d) to[d] = f16_to_float(from[d]);
+        }
+    }
+}
+
+static void fold(int rows, int v_dim, float* acc, ptrdiff_t acc_stride, float* acc_top, float* acc_sum,
+                 const float* part, ptrdiff_t part_stride, const float* part_top, const float* part_sum) {
+    for (int row = 0; row < rows; ++row, acc += acc_stride, part += part_stride) {
+        if (part_sum[row] == 0.0f) continue;
+        if (acc_sum[row] == 0.0f) {
+            __builtin_memcpy(acc, part, v_dim * sizeof(float));
+            acc_top[row] = part_top[row];
+            acc_sum[row] = part_sum[row];
+            continue;
+        }
+        const float top = acc_top[row] > part_top[row] ? acc_top[row] : part_top[row];
+        const float ours = exp2_one(acc_top[row] - top), theirs = exp2_one(part_top[row] - top);
+        const Vec::F a = Vec::set1(ours), b = Vec::set1(theirs);
+        for (int d = 0; d < v_dim; d += Vec::W) {  // strides are multiples of 16: no tail
+            Vec::store(acc + d, Vec::fma(Vec::load(acc + d), a, Vec::mul(Vec::load(part + d), b)));
+        }
+        acc_top[row] = top;
+        acc_sum[row] = acc_sum[row] * ours + part_sum[row] * theirs;
+    }
+}
+
+static void finish(const FinishArgs& args) {
+    float sum = args.sum, factor = 1.0f, top = args.top;
+    if (args.sink != nullptr && args.sum != 0.0f) {
+        const float sink = *args.sink * kLog2e;
+        top = args.top > sink ? args.top : sink;
+        factor = exp2_one(args.top - top);
+        sum = sum * factor + exp2_one(sink - top);
+    }
+    if (args.lse != nullptr) *args.lse = sum == 0.0f ? -__builtin_inff() : (top + log2f(sum)) * kLn2;
+    const float by = sum == 0.0f ? 0.0f : factor / sum;
+
+    constexpr int W = Vec::W;
+    alignas(64) float row[kMaxDim];
+    const Vec::F scale = Vec::set1(by);
+    for (int d = 0; d < args.v_dim; d += W) {  // acc is padded to a multiple of 16
+        const Vec::F x = sum == 0.0f ? Vec::zero() : Vec::mul(Vec::load(args.acc + d), scale);
+        Vec::store(row + d, x);
+    }
+    if (args.dtype == DType::f32) {
+        __builtin_memcpy(args.out, row, args.v_dim * sizeof(float));
+        return;
+    }
+    auto* out = static_cast<uint16_t*>(args.out);
+    if (args.dtype == DType::bf16) {
+        for (int d = 0; d < args.v_dim; ++d) out[d] = float_to_bf16(row[d]);
+    } else {
+        int d = 0;
+        for (; d + W <= args.v_dim; d += W) Vec::store_f16(out + d, Vec::load(row + d));
+        for (; d < args.v_dim; ++d) out[d] = float_to_f16(row[d]);
+    }
+}
+
+static const KernelTable table = {Vec::kDot, pack, Chooser<Vec>::chunk, fold, finish};
+
+}  // namespace kvloom::KVLOOM_ISA

@@ -1,0 +1,115 @@
+// Python bindings. Tensors cross as addresses and strides in elements; kvloom.kernels.cpu, the only
+// caller, checks types, devices and shapes.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "attend.h"
+#include "parallel.h"
+#include "variants.h"
+#include "write.h"
+
+namespace nb = nanobind;
+using namespace kvloom;
+
+namespace {
+
+std::vector<std::string> variant_names() {
+    Variant variants[4];
+    const int count = available_variants(variants);
+    std::vector<std::string> names;
+    for (int i = 0; i < count; ++i) names.emplace_back(variants[i].name);
+    return names;
+}
+
+const KernelTable& find_kernels(const std::string& name) {
+    Variant variants[4];
+    const int count = available_variants(variants);
+    for (int i = 0; i < count; ++i) {
+        if (name == variants[i].name) return *variants[i].kernels;
+    }
+    throw std::invalid_argument("this CPU has no variant " + name);
+}
+
+template <class T>
+T* address(uintptr_t value) {
+    return reinterpret_cast<T*>(value);
+}
+
+Batch make_batch(uintptr_t arena, int64_t arena_bytes, int64_t layer_offset, uintptr_t tables, int64_t table_stride,
+                 int64_t max_blocks, uintptr_t query_start, uintptr_t first_position, int sequences) {
+    return {address<unsigned char>(arena), arena_bytes,    layer_offset,
+            address<const int64_t>(tables), table_stride,  max_blocks,
+            address<const int32_t>(query_start), address<const int32_t>(first_position), sequences};
+}
+
+class Kernels {
+public:
+    Kernels(const std::string& variant, int num_threads, uintptr_t gomp_parallel)
+        : table_(find_kernels(variant)), parallel_(num_threads, gomp_parallel) {}
+
+    void write(const Format& format, const Batch& batch, uintptr_t k, int k_dtype, int64_t k_token_stride,
+               int64_t k_head_stride, uintptr_t v, int v_dtype, int64_t v_token_stride, int64_t v_head_stride) const {
+        const Rows keys{address<const void>(k), static_cast<DType>(k_dtype), k_token_stride, k_head_stride};
+        const Rows values{address<const void>(v), static_cast<DType>(v_dtype), v_token_stride, v_head_stride};
+        kvloom::write(format, batch, keys, values, parallel_);
+    }
+
+    void attend(const Format& format, const Batch& batch, uintptr_t q, int q_dtype, int64_t q_token_stride,
+                int64_t q_head_stride, int query_heads, uintptr_t out, int out_dtype, uintptr_t lse, float scale,
+                float softcap, uintptr_t sinks, int64_t window, int64_t first_block, int64_t end_block,
+                int64_t min_lag, int64_t max_lag) const {
+        Attention attention;
+        attention.q = address<const void>(q);
+        attention.q_dtype = static_cast<DType>(q_dtype);
+        attention.q_token_stride = q_token_stride;
+        attention.q_head_stride = q_head_stride;
+        attention.query_heads = query_heads;
+        attention.out = address<void>(out);
+        attention.out_dtype = static_cast<DType>(out_dtype);
+        attention.lse = address<float>(lse);
+        attention.scale = scale;
+        attention.softcap = softcap;
+        attention.sinks = address<const float>(sinks);
+        attention.keys = {window, first_block, end_block, min_lag, max_lag};
+        kvloom::attend(table_, format, batch, attention, parallel_);
+    }
+
+private:
+    const KernelTable& table_;
+    Parallel parallel_;
+};
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+    m.doc() = "Native kernels of kvloom.kernels.cpu.";
+    m.attr("MIN_DIM") = kMinDim;
+    m.attr("MAX_DIM") = kMaxDim;
+    m.attr("CHUNK") = kChunk;
+    m.def("variant_names", &variant_names, "Instruction sets this CPU has, slowest first.");
+
+    nb::class_<Format>(m, "Format", "Geometry of one layer group's blocks; offsets in bytes.")
+        .def("__init__",
+             [](Format* self, int dtype, int block_size, int num_heads, int k_dim, int v_dim, int64_t k_offset,
+                int64_t v_offset, int64_t block_bytes, int64_t layer_bytes) {
+                 new (self) Format{static_cast<DType>(dtype), block_size, num_heads, k_dim, v_dim,
+                                   k_offset, v_offset, block_bytes, layer_bytes};
+             });
+    nb::class_<Batch>(m, "Batch", "Arena, block table and query tokens of one call, by address.")
+        .def("__init__", [](Batch* self, uintptr_t arena, int64_t arena_bytes, int64_t layer_offset, uintptr_t tables,
+                            int64_t table_stride, int64_t max_blocks, uintptr_t query_start, uintptr_t first_position,
+                            int sequences) {
+            new (self) Batch(make_batch(arena, arena_bytes, layer_offset, tables, table_stride, max_blocks, query_start,
+                                        first_position, sequences));
+        });
+    nb::class_<Kernels>(m, "Kernels", "The kernels of one variant with its threads. Calls release the GIL.")
+        .def(nb::init<const std::string&, int, uintptr_t>())
+        .def("write", &Kernels::write, nb::call_guard<nb::gil_scoped_release>())
+        .def("attend", &Kernels::attend, nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,193 @@
+// C = A B or C += A B for a few rows of A against a plane of the cache.
+//
+// Logits are A = queries, B = K as [dim/P][token][P]; outputs are A = weights, B = V as
+// [token/P][dim][P]. Either way a step of the inner dimension is one contiguous row of B, whose
+// lanes are independent columns of C: no horizontal sums. Each element of C is one chain of
+// multiply-adds in ascending order, so its bits do not depend on the tile it was computed in.
+#pragma once
+
+#include "types.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+// Storage types: A is the type of queries and weights, P the elements that a step takes. V repeats
+// Vec as a name that depends on the template, since not every Vec has every operation.
+struct F32 {
+    using V = Vec;
+    using A = float;
+    using B = float;
+    static constexpr int P = 1;
+};
+struct F16 {
+    using V = Vec;
+    using A = float;
+    using B = uint16_t;
+    static constexpr int P = 1;
+};
+struct BF16 {
+    using V = Vec;
+    using A = float;
+    using B = uint16_t;
+    static constexpr int P = 2;
+};
+struct BF16Dot {
+    using V = Vec;
+    using A = uint16_t;
+    using B = uint16_t;
+    static constexpr int P = 2;
+};
+
+template <class X, class Y>
+struct Same {
+    static constexpr bool value = false;
+};
+template <class X>
+struct Same<X, X> {
+    static constexpr bool value = true;
+};
+
+// Rows of C and B of one product. `ahead` is the distance in bytes from B to the plane that will
+// be read next (0: none); each step prefetches there what it reads here.
+struct Operands {
+    const void* a;
+    const void* b;
+    float* c;
+    ptrdiff_t b_stride;  // elements from one step's row of B to the next
+    ptrdiff_t c_stride;
+    int steps;
+    bool accumulate;
+    ptrdiff_t ahead;
+};
+
+// ROWS x VECS vectors of C in registers; HALF: one vector of which only the lower half counts.
+template <class T, int ROWS, int VECS, bool HALF>
+void product_tile(const Operands& o, int row, int column) {
+    using V = typename T::V;
+    using F = typename V::F;
+    constexpr int W = V::W;
+    const auto* a = static_cast<const typename T::A*>(o.a) + static_cast<ptrdiff_t>(row) * kLda;
+    const auto* b = static_cast<const typename T::B*>(o.b) + static_cast<ptrdiff_t>(column) * T::P;
+    float* c = o.c + row * o.c_stride + column;
+    const ptrdiff_t ahead = o.ahead, b_stride = o.b_stride;
+    const int steps = o.steps;
+
+    F acc[ROWS][VECS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) {
+            if (!o.accumulate) {
+                acc[r][v] = V::zero();
+            } else if constexpr (HALF) {
+                acc[r][v] = V::load_half(c + r * o.c_stride);
+            } else {
+                acc[r][v] = V::load(c + r * o.c_stride + v * W);
+            }
+        }
+    }
+    for (int s = 0; s < steps; ++s, a += T::P, b += b_stride) {
+        if (ahead != 0) {
+            constexpr int bytes = (HALF ? W / 2 : VECS * W) * T::P * static_cast<int>(sizeof(typename T::B));
+            const char* next = reinterpret_cast<const char*>(b) + ahead;
+#pragma GCC unroll 8
+            for (int at = 0; at < bytes; at += 64) __builtin_prefetch(next + at);
+        }
+        if constexpr (Same<T, BF16Dot>::value) {
+            typename V::I x[VECS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; ++v) {
+                if constexpr (HALF) {
+                    x[v] = V::load_bits_half(b);
+                } else {
+                    x[v] = V::load_bits(b + v * W * 2);
+                }
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; ++r) {
+                uint32_t pair;
+                __builtin_memcpy(&pair, a + r * kLda, 4);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; ++v) acc[r][v] = V::dot(acc[r][v], pair, x[v]);
+            }
+        } else {
+#pragma GCC unroll 2
+            for (int part = 0; part < T::P; ++part) {
+                F x[VECS];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; ++v) {
+                    const auto* at = b + v * W * T::P;
+                    if constexpr (Same<T, BF16>::value && HALF) {
+                        x[v] = part == 0 ? V::bf16_first_half(at) : V::bf16_second_half(at);
+                    } else if constexpr (Same<T, BF16>::value) {
+                        x[v] = part == 0 ? V::bf16_first(at) : V::bf16_second(at);
+                    } else if constexpr (Same<T, F16>::value && HALF) {
+                        x[v] = V::load_f16_half(at);
+                    } else if constexpr (Same<T, F16>::value) {
+                        x[v] = V::load_f16(at);
+                    } else if constexpr (HALF) {
+                        x[v] = V::load_half(at);
+                    } else {
+                        x[v] = V::load(at);
+                    }
+                }
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; ++r) {
+                    const F factor = V::set1(a[r * kLda + part]);
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECS; ++v) acc[r][v] = V::fma(factor, x[v], acc[r][v]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) {
+            if constexpr (HALF) {
+                V::store_half(c + r * o.c_stride, acc[r][v]);
+            } else {
+                V::store(c + r * o.c_stride + v * W, acc[r][v]);
+            }
+        }
+    }
+}
+
+using TileFunction = void (*)(const Operands&, int, int);
+
+// Register tiles of one width by number of rows.
+template <class T, int VECS, bool HALF, int... N>
+struct TileTable {
+    static constexpr TileFunction by_rows[] = {nullptr, product_tile<T, N + 1, VECS, HALF>...};
+};
+template <class T, int VECS, bool HALF, int MAX, int... N>
+struct MakeTiles : MakeTiles<T, VECS, HALF, MAX - 1, MAX - 1, N...> {};
+template <class T, int VECS, bool HALF, int... N>
+struct MakeTiles<T, VECS, HALF, 0, N...> {
+    using Table = TileTable<T, VECS, HALF, N...>;
+};
+template <class T, int VECS, bool HALF, int MAX>
+using Tiles = typename MakeTiles<T, VECS, HALF, MAX>::Table;
+
+// `rows` rows of A against `columns` columns of B.
+template <class T>
+void product(int rows, int columns, Operands o) {
+    constexpr int W = Vec::W;
+    constexpr int most = Vec::kRows2;
+    const int groups = (rows + most - 1) / most;
+    for (int g = 0, row = 0; g < groups; ++g) {
+        const int count = (rows - row) / (groups - g);  // groups of nearly equal size
+        int column = 0;
+        if (count <= Vec::kRows4) {
+            for (; column + 4 * W <= columns; column += 4 * W) Tiles<T, 4, false, Vec::kRows4>::by_rows[count](o, row, column);
+        }
+        for (; column + 2 * W <= columns; column += 2 * W) Tiles<T, 2, false, Vec::kRows2>::by_rows[count](o, row, column);
+        for (; column + W <= columns; column += W) Tiles<T, 1, false, Vec::kRows1>::by_rows[count](o, row, column);
+        if constexpr (W > 8) {
+            if (column < columns) Tiles<T, 1, true, Vec::kRows1>::by_rows[count](o, row, column);
+        }
+        row += count;
+        o.ahead = 0;  // the first group has brought it
+    }
+}
+
+}  // namespace kvloom::KVLOOM_ISA

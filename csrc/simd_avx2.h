@@ -1,0 +1,69 @@
+// Eight lanes of fp32: AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include "convert.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+struct Vec {
+    using F = __m256;
+    using I = __m256i;
+    using M = __m256;
+
+    static constexpr int W = 8;
+    static constexpr bool kDot = false;
+    static constexpr int kRows4 = 2, kRows2 = 6, kRows1 = 6;
+
+    static F zero() { return _mm256_setzero_ps(); }
+    static F set1(float x) { return _mm256_set1_ps(x); }
+    static F load(const float* p) { return _mm256_loadu_ps(p); }
+    static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm256_div_ps(a, b); }
+    static F max(F a, F b) { return _mm256_max_ps(a, b); }
+    static F min(F a, F b) { return _mm256_min_ps(a, b); }
+    static F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+    static M lt(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+    static F select(M mask, F a, F b) { return _mm256_blendv_ps(b, a, mask); }
+    static F pow2_shifted(F t) {
+        return _mm256_castsi256_ps(
+            _mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(127)), 23));
+    }
+    static M range(int base, int low, int high) {
+        const I at = _mm256_add_epi32(_mm256_set1_epi32(base), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        const I below = _mm256_cmpgt_epi32(_mm256_set1_epi32(low), at);
+        const I above = _mm256_cmpgt_epi32(_mm256_set1_epi32(high), at);
+        return _mm256_castsi256_ps(_mm256_andnot_si256(below, above));
+    }
+    static float reduce_add(F x) {
+        __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+        return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+    }
+    static float reduce_max(F x) {
+        __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+        return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+    }
+
+    static F bf16_first(const uint16_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(load_bits(p), 16)); }
+    static F bf16_second(const uint16_t* p) {
+        return _mm256_castsi256_ps(_mm256_and_si256(load_bits(p), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+    }
+    static F load_f16(const uint16_t* p) {
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static void store_f16(uint16_t* p, F x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+
+private:
+    static I load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const I*>(p)); }
+};
+
+}  // namespace kvloom::KVLOOM_ISA

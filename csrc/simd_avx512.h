@@ -1,0 +1,119 @@
+// Sixteen lanes of fp32: AVX-512 F, BW, DQ and VL; with KVLOOM_DOT also BF16's pair products.
+#pragma once
+
+#ifdef KVLOOM_EMULATE_AVX512
+#include "emulate_avx512.h"
+#else
+#include <immintrin.h>
+#endif
+
+#include "convert.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+struct Vec {
+    using F = __m512;
+    using I = __m512i;
+    using M = __mmask16;
+
+    static constexpr int W = 16;
+    static constexpr int kRows4 = 6, kRows2 = 12, kRows1 = 12;
+
+    static F zero() { return _mm512_setzero_ps(); }
+    static F set1(float x) { return _mm512_set1_ps(x); }
+    static F load(const float* p) { return _mm512_loadu_ps(p); }
+    static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+    static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm512_div_ps(a, b); }
+    static F max(F a, F b) { return _mm512_max_ps(a, b); }
+    static F min(F a, F b) { return _mm512_min_ps(a, b); }
+    static F abs(F a) {
+        return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)));
+    }
+    static M lt(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+    static F select(M mask, F a, F b) { return _mm512_mask_mov_ps(b, mask, a); }
+    static F pow2_shifted(F t) {
+        return _mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(t), _mm512_set1_epi32(127)), 23));
+    }
+    static M range(int base, int low, int high) {
+        const auto below = [base](int edge) -> unsigned {  // lanes i with base + i < edge
+            const int count = edge - base;
+            return count <= 0 ? 0u : count >= W ? 0xffffu : (1u << count) - 1u;
+        };
+        return static_cast<M>(below(high) & ~below(low));
+    }
+    static float reduce_add(F x) {
+        const __m256 y = _mm256_add_ps(lower(x), upper(x));
+        __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+        z = _mm_add_ps(z, _mm_movehl_ps(z, z));
+        return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
+    }
+    static float reduce_max(F x) {
+        const __m256 y = _mm256_max_ps(lower(x), upper(x));
+        __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+        z = _mm_max_ps(z, _mm_movehl_ps(z, z));
+        return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
+    }
+
+    static F bf16_first(const uint16_t* p) { return bf16_first(load_bits(p)); }
+    static F bf16_second(const uint16_t* p) { return bf16_second(load_bits(p)); }
+    static F load_f16(const uint16_t* p) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    static F load_f16_half(const uint16_t* p) {
+        return _mm512_cvtph_ps(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    }
+    static void store_f16(uint16_t* p, F x) {
+        const __m256i h = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), h);
+    }
+
+    // The same for the lower eight lanes alone: rows whose length is an odd multiple of 8.
+    static F load_half(const float* p) { return _mm512_maskz_loadu_ps(kHalf, p); }
+    static void store_half(float* p, F x) { _mm512_mask_storeu_ps(p, kHalf, x); }
+    static F bf16_first_half(const uint16_t* p) { return bf16_first(load_bits_half(p)); }
+    static F bf16_second_half(const uint16_t* p) { return bf16_second(load_bits_half(p)); }
+
+#ifdef KVLOOM_DOT
+    static constexpr bool kDot = true;
+
+    // acc + first*first + second*second over bf16 pairs.
+    static F dot(F acc, uint32_t pair, I pairs) {
+        return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)), (__m512bh)pairs);
+    }
+    static I load_bits(const void* p) { return _mm512_loadu_si512(p); }
+    static I load_bits_half(const void* p) { return _mm512_maskz_loadu_epi32(kHalf, p); }
+
+    // Stores x rounded to bf16 and returns what it stored.
+    static F store_bf16(uint16_t* p, F x) {
+        const __m256i h = (__m256i)_mm512_cvtneps_pbh(x);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), h);
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+    }
+
+private:
+#else
+    static constexpr bool kDot = false;
+
+private:
+    static I load_bits(const void* p) { return _mm512_loadu_si512(p); }
+    static I load_bits_half(const void* p) { return _mm512_maskz_loadu_epi32(kHalf, p); }
+#endif
+
+    static constexpr __mmask16 kHalf = 0xff;
+
+    static F bf16_first(I bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)); }
+    static F bf16_second(I bits) {
+        return _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+    }
+    static __m256 lower(F x) { return _mm512_castps512_ps256(x); }
+    static __m256 upper(F x) {
+        return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
+    }
+};
+
+}  // namespace kvloom::KVLOOM_ISA

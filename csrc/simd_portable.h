@@ -1,0 +1,68 @@
+// Four lanes of fp32 in the compilers' vector extension: SSE2, NEON or whatever the target has.
+#pragma once
+
+#include <cstring>
+
+#include "convert.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+struct Vec {
+    typedef float F __attribute__((vector_size(16)));
+    typedef int32_t I __attribute__((vector_size(16)));
+    typedef I M;
+
+    static constexpr int W = 4;
+    static constexpr bool kDot = false;
+    // Most rows of a register tile that is 4, 2 or 1 vectors wide.
+    static constexpr int kRows4 = 2, kRows2 = 4, kRows1 = 4;
+
+    static F zero() { return F{}; }
+    static F set1(float x) { return F{x, x, x, x}; }
+    static F load(const float* p) {
+        F x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
+    }
+    static void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
+    static F fma(F a, F b, F c) { return a * b + c; }
+    static F add(F a, F b) { return a + b; }
+    static F sub(F a, F b) { return a - b; }
+    static F mul(F a, F b) { return a * b; }
+    static F div(F a, F b) { return a / b; }
+    static F max(F a, F b) { return select(a > b, a, b); }
+    static F min(F a, F b) { return select(a < b, a, b); }
+    static F abs(F a) { return (F)((I)a & 0x7fffffff); }
+    static M lt(F a, F b) { return a < b; }
+    static F select(M mask, F a, F b) { return (F)((mask & (I)a) | (~mask & (I)b)); }
+    static F pow2_shifted(F t) { return (F)(((I)t + 127) << 23); }
+    // Lanes i with low <= base + i < high.
+    static M range(int base, int low, int high) {
+        const I at = I{0, 1, 2, 3} + base;
+        return (at >= low) & (at < high);
+    }
+    static float reduce_add(F x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+    static float reduce_max(F x) {
+        const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+        return a > b ? a : b;
+    }
+
+    // bf16 pairs: 4 lanes of 32 bits, the first of each pair in the lower half.
+    static F bf16_first(const uint16_t* p) { return (F)(load_bits(p) << 16); }
+    static F bf16_second(const uint16_t* p) { return (F)(load_bits(p) & (int32_t)0xffff0000); }
+    static F load_f16(const uint16_t* p) {
+        return F{f16_to_float(p[0]), f16_to_float(p[1]), f16_to_float(p[2]), f16_to_float(p[3])};
+    }
+    static void store_f16(uint16_t* p, F x) {
+        for (int i = 0; i < W; ++i) p[i] = float_to_f16(x[i]);
+    }
+
+private:
+    static I load_bits(const void* p) {
+        I x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
+    }
+};
+
+}  // namespace kvloom::KVLOOM_ISA

@@ -1,0 +1,92 @@
+// Exponentials, and one chunk's softmax. Logits are in base 2 throughout.
+#pragma once
+
+#include "product.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+static constexpr float kLog2e = 1.44269504088896341f;
+static constexpr float kLn2 = 0.693147180559945309f;
+
+// 2^x for x <= 0; 0 below 2^-125. Minimax polynomial in x - n, n = x rounded, relative error 2e-9 before rounding.
+static inline Vec::F exp2_vec(Vec::F x) {
+    const Vec::M tiny = Vec::lt(x, Vec::set1(-125.0f));
+    x = Vec::max(x, Vec::set1(-125.0f));
+    // Adding 1.5 * 2^23 rounds to an integer n and leaves it in the lowest bits, where pow2_shifted takes it.
+    const Vec::F shifted = Vec::add(x, Vec::set1(12582912.0f));
+    const Vec::F f = Vec::sub(x, Vec::sub(shifted, Vec::set1(12582912.0f)));
+    Vec::F p = Vec::set1(1.547581292e-04f);
+    p = Vec::fma(p, f, Vec::set1(1.340028632e-03f));
+    p = Vec::fma(p, f, Vec::set1(9.618005736e-03f));
+    p = Vec::fma(p, f, Vec::set1(5.550327731e-02f));
+    p = Vec::fma(p, f, Vec::set1(2.402265133e-01f));
+    p = Vec::fma(p, f, Vec::set1(6.931472063e-01f));
+    p = Vec::fma(p, f, Vec::set1(1.0f));
+    return Vec::select(tiny, Vec::zero(), Vec::mul(p, Vec::pow2_shifted(shifted)));
+}
+
+static inline float exp2_one(float x) {
+    float lanes[Vec::W];
+    Vec::store(lanes, exp2_vec(Vec::set1(x)));
+    return lanes[0];
+}
+
+// An odd polynomial near 0, where 1 - 2 / (e^2|x| + 1) would cancel.
+static inline Vec::F tanh_vec(Vec::F x) {
+    const Vec::F size = Vec::abs(x);
+    const Vec::F z = Vec::mul(x, x);
+    Vec::F p = Vec::set1(-5.717316996e-03f);
+    p = Vec::fma(p, z, Vec::set1(2.065085693e-02f));
+    p = Vec::fma(p, z, Vec::set1(-5.374359219e-02f));
+    p = Vec::fma(p, z, Vec::set1(1.333149259e-01f));
+    p = Vec::fma(p, z, Vec::set1(-3.333328398e-01f));
+    const Vec::F small = Vec::fma(Vec::mul(p, z), x, x);
+    const Vec::F e = exp2_vec(Vec::mul(size, Vec::set1(-2.0f * kLog2e)));  // (1 - e) / (1 + e) = tanh |x|
+    const Vec::F one = Vec::set1(1.0f);
+    const Vec::F large = Vec::div(Vec::sub(one, e), Vec::add(one, e));
+    const Vec::F with_sign = Vec::select(Vec::lt(x, Vec::zero()), Vec::sub(Vec::zero(), large), large);
+    return Vec::select(Vec::lt(size, Vec::set1(0.6f)), small, with_sign);
+}
+
+// One row: logits from scores at tokens [begin, end) (multiples of W), weights 2^(logit - top) and
+// their sum. Tokens outside [low, high) get weight 0; what their scores hold does not matter.
+template <class T>
+void softmax_row(const ChunkArgs& args, int row, int begin, int end) {
+    constexpr int W = Vec::W;
+    constexpr float minus_infinity = -__builtin_inff();
+    float* scores = args.scores + static_cast<ptrdiff_t>(row) * kLda;
+    auto* weights = (Same<T, BF16Dot>::value ? static_cast<typename T::A*>(args.weights)
+                                             : reinterpret_cast<typename T::A*>(args.scores)) +
+                    static_cast<ptrdiff_t>(row) * kLda;
+    const int low = args.low[row], high = args.high[row];
+    const Vec::F scale = Vec::set1(args.scale);
+
+    Vec::F top = Vec::set1(minus_infinity);
+    const int from = low / W * W, to = high < end ? high : end;  // vectors with a visible token
+    for (int t = from; t < to; t += W) {
+        Vec::F x = Vec::mul(Vec::load(scores + t), scale);
+        if (args.softcap > 0.0f) x = Vec::mul(tanh_vec(x), Vec::set1(args.softcap * kLog2e));
+        if (t < low || t + W > high) x = Vec::select(Vec::range(t, low, high), x, Vec::set1(minus_infinity));
+        Vec::store(scores + t, x);
+        top = Vec::max(top, x);
+    }
+    const bool any = low < high;
+    const float most = any ? Vec::reduce_max(top) : minus_infinity;
+    top = Vec::set1(most);
+
+    Vec::F sum = Vec::zero();
+    for (int t = begin; t < end; t += W) {
+        Vec::F p = Vec::zero();
+        if (any && t >= from && t < to) p = exp2_vec(Vec::sub(Vec::load(scores + t), top));
+        if constexpr (Same<T, BF16Dot>::value) {
+            p = T::V::store_bf16(weights + t, p);  // the sum is of what V is multiplied with
+        } else {
+            Vec::store(weights + t, p);
+        }
+        sum = Vec::add(sum, p);
+    }
+    args.top[row] = most;
+    args.sum[row] = Vec::reduce_add(sum);
+}
+
+}  // namespace kvloom::KVLOOM_ISA

@@ -1,0 +1,83 @@
+// Plain data shared by planning, kernels and bindings. No function with external linkage: the
+// kernel sources are compiled with different instruction sets, and a shared inline function would
+// let the linker keep whichever copy it likes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvloom {
+
+enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+static inline int item_bytes(DType type) { return type == DType::f32 ? 4 : 2; }
+
+// Keys are attended in chunks of kChunk positions with absolute boundaries. Each chunk is a
+// softmax of its own; chunks are merged in ascending order. This fixes a query row's arithmetic
+// whatever else is in the call and whoever computes the chunk, so decode, prefill and any number
+// of threads agree bitwise. A multiple of every block size.
+constexpr int kChunk = 256;
+
+// Row stride of queries, scores and weights in scratch, in elements. A compile-time constant
+// lets the kernels address all rows of a tile from one register; the 16 beyond kChunk keep rows
+// from falling into the same cache sets.
+constexpr int kLda = kChunk + 16;
+
+constexpr int kMinDim = 16;
+constexpr int kMaxDim = 256;
+
+// Query rows (token, query head of the group) that share one reading of the keys.
+constexpr int kMaxRows = 72;
+
+struct Format {
+    DType dtype;
+    int block_size;
+    int num_heads;
+    int k_dim, v_dim;
+    int64_t k_offset, v_offset;  // bytes from the block's start
+    int64_t block_bytes, layer_bytes;
+};
+
+// One chunk of keys against one tile of query rows.
+struct ChunkArgs {
+    const Format* format;
+    int rows;
+    const void* q;                       // [rows][kLda], packed by KernelTable::pack
+    const unsigned char* const* blocks;  // from the first block with a visible token; one more
+                                         // entry than blocks read: the next to prefetch, or null
+    int first, end;                      // tokens visible to any row, from the chunk's start
+    const int *low, *high;               // [rows], tokens visible to each row, from the chunk's start
+    float scale;                         // includes log2(e) unless there is a softcap
+    float softcap;                       // 0: none
+    float* scores;                       // scratch [rows][kLda]
+    void* weights;                       // scratch [rows][kLda], for the kernels with bf16 weights
+    float* out;                          // [rows][out_stride], not normalised
+    ptrdiff_t out_stride;
+    float *top, *sum;                    // [rows]; logits are in base 2; no key: -inf and 0
+};
+
+// Where one output row goes.
+struct FinishArgs {
+    const float* acc;  // [v_dim]
+    int v_dim;
+    float top, sum;
+    const float* sink;  // or null
+    DType dtype;
+    void* out;
+    float* lse;  // or null
+};
+
+// What one instruction set offers. A "dot" kernel multiplies bf16 pairs (queries and weights are
+// bf16); the others compute on fp32 queries and weights.
+struct KernelTable {
+    bool has_dot;
+    // [rows][kLda] from `rows` pointers to query rows.
+    void (*pack)(const void* const* rows, int count, int dim, DType dtype, bool dot, void* packed);
+    void (*chunk)(const ChunkArgs& args, bool dot);
+    // acc = acc merged with part, row by row; a row without keys changes nothing.
+    void (*fold)(int rows, int v_dim, float* acc, ptrdiff_t acc_stride, float* acc_top, float* acc_sum,
+                 const float* part, ptrdiff_t part_stride, const float* part_top, const float* part_sum);
+    void (*finish)(const FinishArgs& args);
+};
+
+}  // namespace kvloom

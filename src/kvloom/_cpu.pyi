@@ -1,0 +1,76 @@
+"""Native kernels; only ``kvloom.kernels.cpu`` calls them. Addresses and strides (in elements) are plain integers."""
+
+MIN_DIM: int
+MAX_DIM: int
+CHUNK: int
+
+def variant_names() -> list[str]: ...
+
+class Format:
+    def __init__(
+        self,
+        dtype: int,
+        block_size: int,
+        num_heads: int,
+        k_dim: int,
+        v_dim: int,
+        k_offset: int,
+        v_offset: int,
+        block_bytes: int,
+        layer_bytes: int,
+        /,
+    ) -> None: ...
+
+class Batch:
+    def __init__(
+        self,
+        arena: int,
+        arena_bytes: int,
+        layer_offset: int,
+        tables: int,
+        table_stride: int,
+        max_blocks: int,
+        query_start: int,
+        first_position: int,
+        sequences: int,
+        /,
+    ) -> None: ...
+
+class Kernels:
+    def __init__(self, variant: str, num_threads: int, gomp_parallel: int, /) -> None: ...
+    def write(
+        self,
+        fmt: Format,
+        batch: Batch,
+        k: int,
+        k_dtype: int,
+        k_token_stride: int,
+        k_head_stride: int,
+        v: int,
+        v_dtype: int,
+        v_token_stride: int,
+        v_head_stride: int,
+        /,
+    ) -> None: ...
+    def attend(
+        self,
+        fmt: Format,
+        batch: Batch,
+        q: int,
+        q_dtype: int,
+        q_token_stride: int,
+        q_head_stride: int,
+        query_heads: int,
+        out: int,
+        out_dtype: int,
+        lse: int,
+        scale: float,
+        softcap: float,
+        sinks: int,
+        window: int,
+        first_block: int,
+        end_block: int,
+        min_lag: int,
+        max_lag: int,
+        /,
+    ) -> None: ...

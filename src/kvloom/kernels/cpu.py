@@ -1,0 +1,245 @@
+"""The native CPU backend: kernels of ``kvloom._cpu`` on the arena's blocks (see docs/kernels.md).
+
+A query row's arithmetic is fixed by its query, its position and its keys alone, whatever else is in
+the call and however many threads work on it; ``deterministic`` therefore changes nothing here but
+what happens in a fallback. What the native code cannot read falls back to the reference backend on
+the same bytes, and is counted in ``CpuBackend.fallbacks``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from kvloom import _cpu
+from kvloom.core.errors import ConfigError
+from kvloom.kernels.ops import EVERY_KEY, BlockFormat, KeyRange, Order, QueryBatch
+from kvloom.kernels.reference import ReferenceBackend
+
+ISA_VARIABLE = "KVLOOM_CPU_ISA"
+
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/types.h
+_OWN_POOL = 0
+
+
+def make(*, deterministic: bool, num_threads: int) -> CpuBackend:
+    """The native backend with ``num_threads`` threads (0: as many as torch uses)."""
+    return CpuBackend(deterministic=deterministic, num_threads=num_threads)
+
+
+def find_gomp_parallel() -> int:
+    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded, 0 if there is none.
+
+    Only libraries already mapped into this process are looked at: loading a second runtime is what
+    sharing avoids.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return _OWN_POOL
+    paths = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[-.\w]*\.so[.\d]*)$", maps, flags=re.MULTILINE)
+    mapped = dict.fromkeys(paths)
+    for path in sorted(mapped, key=lambda path: "torch" not in path):  # torch's own first
+        try:
+            function = ctypes.CDLL(path, mode=os.RTLD_NOLOAD).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, ctypes.c_void_p).value or _OWN_POOL
+    return _OWN_POOL
+
+
+def choose_variant(name: str | None) -> str:
+    """The variant that ``name`` asks for, else the environment, else the fastest this CPU has.
+
+    Raises:
+        ConfigError: this CPU or build lacks it.
+    """
+    available = _cpu.variant_names()
+    asked = name or os.environ.get(ISA_VARIABLE) or available[-1]
+    if asked not in available:
+        raise ConfigError(f"{ISA_VARIABLE} is {asked!r}; this CPU has {', '.join(available)}")
+    return asked
+
+
+class CpuBackend:
+    """See the module; signatures are documented on ``ops.KernelBackend``.
+
+    Args:
+        deterministic: passed to the reference backend that takes what the native code cannot.
+        num_threads: threads of a call, 0 for torch's number. Keep it equal to torch's: the shared
+            pool is rebuilt whenever the number changes from one call to the next.
+        isa: portable, avx2, avx512 or avx512bf16; None: ``KVLOOM_CPU_ISA``, else the fastest.
+        gomp_parallel: address of the OpenMP entry to run threads with, 0 for our own pool; None:
+            torch's, if found.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        *,
+        deterministic: bool = False,
+        num_threads: int = 0,
+        isa: str | None = None,
+        gomp_parallel: int | None = None,
+    ) -> None:
+        self.variant = choose_variant(isa)
+        self.num_threads = num_threads if num_threads > 0 else torch.get_num_threads()
+        self.shares_torch_threads = gomp_parallel is None
+        if gomp_parallel is None:
+            gomp_parallel = find_gomp_parallel()
+            self.shares_torch_threads = gomp_parallel != _OWN_POOL
+        self.fallbacks: Counter[str] = Counter()
+        self._kernels = _cpu.Kernels(self.variant, self.num_threads, gomp_parallel)
+        self._reference = ReferenceBackend(deterministic=deterministic)
+        # By identity: hashing a format takes longer than a small call. The format is kept, so its id stays its own.
+        self._formats: dict[tuple[int, int], tuple[BlockFormat, str | None, _cpu.Format | None]] = {}
+
+    def plane_order(self, plane: str, dtype: torch.dtype, dim: int, block_size: int) -> tuple[Order, int]:
+        """K channel-major and V token-major, bf16 in pairs: the same on every CPU, so bytes can move."""
+        if plane not in ("k", "v") or dtype not in _DTYPES or not _dim_supported(dim):
+            return self._reference.plane_order(plane, dtype, dim, block_size)
+        return ("channel" if plane == "k" else "token"), (2 if dtype == torch.bfloat16 else 1)
+
+    def unsupported(self, fmt: BlockFormat, num_query_heads: int) -> str | None:
+        return self._lookup(fmt, num_query_heads)[0]
+
+    def write(
+        self,
+        values: Sequence[torch.Tensor],
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        tables: torch.Tensor,
+        batch: QueryBatch,
+    ) -> None:
+        reason, native = self._lookup(fmt, fmt.num_heads)
+        if native is None:
+            self.fallbacks[f"write: {reason}"] += 1
+            return self._reference.write(values, arena, fmt, layer_offset, tables, batch)
+        k, v = (
+            _rows(rows if rows.dtype in _DTYPES else rows.to(plane.dtype), batch.num_tokens, fmt.num_heads, plane.dim)
+            for plane, rows in zip(fmt.planes, values, strict=True)
+        )
+        self._kernels.write(
+            native, _batch(arena, layer_offset, tables, batch),
+            k.data_ptr(), _DTYPES[k.dtype], k.stride(0), k.stride(1),
+            v.data_ptr(), _DTYPES[v.dtype], v.stride(0), v.stride(1),
+        )  # fmt: skip
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        tables: torch.Tensor,
+        batch: QueryBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        keys: KeyRange = EVERY_KEY,
+        want_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        num_tokens, num_query_heads, _ = q.shape
+        reason, native = self._lookup(fmt, num_query_heads)
+        if native is not None and q.dtype not in _DTYPES:
+            reason, native = f"queries are {q.dtype}", None
+        if native is None:
+            self.fallbacks[f"attend: {reason}"] += 1
+            return self._reference.attend(
+                q, arena, fmt, layer_offset, tables, batch, scale=scale, window=window, softcap=softcap, sinks=sinks,
+                keys=keys, want_lse=want_lse,
+            )  # fmt: skip
+        q = _rows(q, batch.num_tokens, num_query_heads, fmt.planes[0].dim)
+        out = torch.empty(num_tokens, num_query_heads, fmt.planes[1].dim, dtype=torch.float32 if want_lse else q.dtype)
+        lse = torch.empty(num_tokens, num_query_heads, dtype=torch.float32) if want_lse else None
+        if sinks is not None:
+            if sinks.shape != (num_query_heads,):
+                raise ValueError(f"sinks are {tuple(sinks.shape)}; expected ({num_query_heads},)")
+            sinks = sinks.to(torch.float32).contiguous()
+        self._kernels.attend(
+            native, _batch(arena, layer_offset, tables, batch),
+            q.data_ptr(), _DTYPES[q.dtype], q.stride(0), q.stride(1), num_query_heads,
+            out.data_ptr(), _DTYPES[out.dtype], 0 if lse is None else lse.data_ptr(),
+            scale, softcap or 0.0, 0 if sinks is None else sinks.data_ptr(),
+            -1 if window is None else window,
+            keys.first_block, -1 if keys.end_block is None else keys.end_block,
+            keys.min_lag, -1 if keys.max_lag is None else keys.max_lag,
+        )  # fmt: skip
+        return out, lse
+
+    def _lookup(self, fmt: BlockFormat, num_query_heads: int) -> tuple[str | None, _cpu.Format | None]:
+        """Why ``fmt`` is not read natively, or None and its native description."""
+        key = (id(fmt), num_query_heads)
+        found = self._formats.get(key)
+        if found is None or found[0] is not fmt:
+            reason = self._reason(fmt, num_query_heads)
+            native = None
+            if reason is None:
+                k, v = fmt.planes
+                native = _cpu.Format(
+                    _DTYPES[k.dtype], fmt.block_size, fmt.num_heads, k.dim, v.dim, k.offset, v.offset,
+                    fmt.block_bytes, fmt.layer_bytes,
+                )  # fmt: skip
+            found = self._formats[key] = (fmt, reason, native)
+        return found[1], found[2]
+
+    def _reason(self, fmt: BlockFormat, num_query_heads: int) -> str | None:
+        names = tuple(plane.name for plane in fmt.planes)
+        if names != ("k", "v"):
+            return f"planes are {', '.join(names)}; native kernels read k, v"
+        if fmt.num_heads < 1 or num_query_heads % fmt.num_heads:
+            return f"{num_query_heads} query heads are not a multiple of {fmt.num_heads} KV heads"
+        if fmt.block_size < 8 or _cpu.CHUNK % fmt.block_size:
+            return f"block size {fmt.block_size} is not a power of two from 8 to {_cpu.CHUNK}"
+        if fmt.planes[0].dtype != fmt.planes[1].dtype:
+            return f"k is stored as {fmt.planes[0].dtype} and v as {fmt.planes[1].dtype}"
+        if fmt.block_bytes % 4 or fmt.layer_bytes % 4:
+            return "blocks are not aligned to 4 bytes"
+        for plane in fmt.planes:
+            if plane.dtype not in _DTYPES:
+                return f"plane {plane.name} is stored as {plane.dtype}"
+            if not _dim_supported(plane.dim):
+                return f"plane {plane.name} has dim {plane.dim}; supported: multiples of 8, 16 to {_cpu.MAX_DIM}"
+            wanted = self.plane_order(plane.name, plane.dtype, plane.dim, fmt.block_size)
+            if (plane.order, plane.pack) != wanted:
+                return f"plane {plane.name} is laid out as {plane.order}/{plane.pack}, not {wanted[0]}/{wanted[1]}"
+            if plane.offset % 4:
+                return f"plane {plane.name} is not aligned to 4 bytes"
+        return None
+
+
+def _dim_supported(dim: int) -> bool:
+    return dim % 8 == 0 and _cpu.MIN_DIM <= dim <= _cpu.MAX_DIM
+
+
+def _rows(rows: torch.Tensor, num_tokens: int, num_heads: int, dim: int) -> torch.Tensor:
+    """``rows`` [num_tokens, num_heads, dim], its shape checked and its last dimension contiguous."""
+    if rows.shape != (num_tokens, num_heads, dim):
+        raise ValueError(f"rows are {tuple(rows.shape)}; expected {(num_tokens, num_heads, dim)}")
+    return rows if rows.stride(2) == 1 else rows.contiguous()
+
+
+def _batch(arena: torch.Tensor, layer_offset: int, tables: torch.Tensor, batch: QueryBatch) -> _cpu.Batch:
+    """Addresses of a call's arena, tables and host arrays; the caller keeps these alive."""
+    if tables.dtype != torch.int64 or arena.dtype != torch.uint8 or tables.shape[0] != batch.num_sequences:
+        raise ValueError(
+            f"tables are {tables.dtype} {tuple(tables.shape)} and the arena {arena.dtype}; "
+            f"expected int64 [{batch.num_sequences}, max_blocks] and uint8"
+        )
+    if tables.stride(1) != 1 and tables.shape[1] > 1:
+        raise ValueError("a sequence's row of the block table must be contiguous")
+    return _cpu.Batch(
+        arena.data_ptr(), arena.numel(), layer_offset,
+        tables.data_ptr(), tables.stride(0), tables.shape[1],
+        batch.query_start_host.ctypes.data, batch.first_position_host.ctypes.data, batch.num_sequences,
+    )  # fmt: skip
