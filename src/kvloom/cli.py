@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvloom.core.errors import KvloomError
+from kvloom.core.errors import KvloomError, RequestError
 
 app = typer.Typer(
     name="kvloom",
@@ -93,8 +93,10 @@ def reporting(as_json: bool) -> Iterator[None]:
     except KvloomError as error:
         if os.environ.get("KVLOOM_DEBUG"):
             raise
-        _say(str(error), type(error).__name__, error.exit_status, as_json)
-        raise typer.Exit(error.exit_status) from None
+        # A request that HTTP would answer with 400 is bad usage here.
+        status = 2 if isinstance(error, RequestError) else error.exit_status
+        _say(str(error), type(error).__name__, status, as_json)
+        raise typer.Exit(status) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
     except Exception as error:
@@ -232,7 +234,10 @@ def generate(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="system message for --chat")] = None,
-    max_tokens: Annotated[int, _option("--max-tokens", help="at most this many (256)", panel=SAMPLING_PANEL)] = 256,
+    max_tokens: Annotated[
+        int | None,
+        _option("--max-tokens", help="at most this many (256, or what the context leaves)", panel=SAMPLING_PANEL),
+    ] = None,
     temperature: Annotated[
         float | None, _option("--temperature", help="0 is greedy (the model's own, else 1)", panel=SAMPLING_PANEL)
     ] = None,

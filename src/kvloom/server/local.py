@@ -7,9 +7,11 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TextIO
 
 from kvloom.core.config import EngineConfig
+from kvloom.core.errors import RequestError
 from kvloom.server.chat import render_chat
 from kvloom.server.convert import chat_params, fit_to_context
 from kvloom.server.generation import Generation, engine_requests
@@ -18,6 +20,8 @@ from kvloom.server.metrics import ServerMetrics
 from kvloom.server.protocol import ChatBody, parse_body
 from kvloom.server.rendering import new_id, usage
 from kvloom.server.tokenization import Tokenization
+
+DEFAULT_MAX_TOKENS = 256
 
 
 def generate(
@@ -77,7 +81,12 @@ async def answer(
         text = render_chat(engine.tokenizer, [*messages, {"role": "user", "content": prompt}])
     prompt_ids = await tokenization.encode(text, add_special_tokens=not chat)
     params = chat_params(body, engine.generation_defaults)
-    fit_to_context(len(prompt_ids), params.max_tokens, engine.info.max_model_len, default=None, param="prompt")
+    if not prompt_ids:
+        raise RequestError("the prompt is empty; write some text", param="prompt")
+    max_tokens = fit_to_context(
+        len(prompt_ids), params.max_tokens, engine.info.max_model_len, default=DEFAULT_MAX_TOKENS, param="prompt"
+    )
+    params = replace(params, max_tokens=max_tokens)
     began = time.monotonic()
     requests = engine_requests(new_id("gen"), [prompt_ids], [params], priority=0, salt=b"", arrival_time=began)
     written: list[str] = []

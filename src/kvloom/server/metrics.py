@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
 from kvloom import __version__
@@ -21,6 +21,7 @@ from kvloom.core.stats import CacheSnapshot, EngineInfo, EngineSnapshot
 from kvloom.server.histogram import REQUEST_BUCKETS, TOKEN_BUCKETS, LatencyHistogram
 from kvloom.server.interface import ServingEngine
 
+TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 Family = Any  # prometheus_client ships no types
 
 
@@ -100,7 +101,7 @@ def render_metrics(collector: Collector) -> tuple[bytes, str]:
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+    return generate_latest(registry), TEXT_FORMAT
 
 
 def published_families(snapshot: EngineSnapshot) -> Iterator[Family]:
