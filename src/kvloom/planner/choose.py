@@ -171,6 +171,8 @@ def _evaluate(
         reasons.append("its loss is not measured at this protection")
     elif not quality.measured_for_this_model:
         reasons.append(f"loss {NOT_MEASURED}: the number is {quality.model}'s")
+    if quality.short_text:
+        reasons.append("measured in 1,024-token windows only; loss grows with context, so it ranks behind longer ones")
     if quality.kl_mean is not None and quality.kl_mean > limit:
         reasons.append(f"KL {quality.kl_mean:g} is above the accepted {limit:g}")
     if pipeline.press is not None:
@@ -254,10 +256,10 @@ def _fragile(setting: Setting, pipeline: Pipeline) -> str | None:
 
 
 def _order(choice: Choice, situation: Situation) -> tuple[Any, ...]:
-    """Smaller is better: accepted and fitting first, then the situation's aim."""
+    """Smaller is better: accepted, fitting and measured at length first, then the situation's aim."""
     kl = choice.quality.kl_mean
     unknown = 1e9 if kl is None else kl
-    first = (not choice.accepted, choice.fits is False)
+    first = (not choice.accepted, choice.fits is False, choice.quality.short_text)
     if situation.aim == "quality":
         return (*first, unknown, choice.bytes_per_sequence)
     if not choice.accepted:

@@ -174,7 +174,8 @@ def to_config(metadata: Mapping[str, Any], *, origin: str) -> dict[str, Any]:
             "n_shared_experts": get("expert_shared_count"),
         }
         config.pop("head_dim")
-    return {key: value for key, value in config.items() if value is not None}
+    # a window that the header does not state is off, whatever the architecture's default
+    return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
 
 
 def _length(value: Any) -> int | None:

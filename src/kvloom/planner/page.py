@@ -73,7 +73,7 @@ def _curve(accounting: Accounting, contexts: list[int], batch: int) -> Line:
 
 
 def _pareto(document: Mapping[str, Any]) -> str:
-    first_of = {}
+    first_of: dict[str, Mapping[str, Any]] = {}
     for choice in document["choices"]:
         if choice["quality"]["kl_mean"] is not None:
             first_of.setdefault(choice["name"].split("+")[0], choice)  # with and without tiers: one dot

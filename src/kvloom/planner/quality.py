@@ -18,7 +18,10 @@ NOT_MEASURED = "not measured for this family"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
-    """Expected loss of one format. ``kl_mean`` in nats per token against the exact cache."""
+    """Expected loss of one format. ``kl_mean`` in nats per token against the exact cache.
+
+    ``short_text``: a long context was asked for, but only 1,024-token windows were measured.
+    """
 
     kl_mean: float | None
     top1_percent: float | None
@@ -27,6 +30,7 @@ class Quality:
     text: str | None
     protection: str
     measured_for_this_model: bool
+    short_text: bool = False
 
     @property
     def note(self) -> str:
@@ -65,7 +69,7 @@ def expected_loss(codec: str, *, sink_tokens: int, recent_tokens: int, model: st
     with *more* protection than asked for is never used: it would flatter.
     """
     ordered = list(reversed(tables())) if long else tables()
-    for table in ordered:
+    for place, table in enumerate(ordered):
         rows = [
             row
             for row in table["rows"]
@@ -81,6 +85,7 @@ def expected_loss(codec: str, *, sink_tokens: int, recent_tokens: int, model: st
                 text=table["text"],
                 protection=f"first {row['sink_tokens']} and last {row['recent_tokens']} tokens raw",
                 measured_for_this_model=any(name in model.lower() for name in table["model_names"]),
+                short_text=long and place > 0,
             )
     return Quality(
         kl_mean=None,

@@ -23,13 +23,22 @@ def every_layer_full(fields: Fields, num_layers: int) -> list[str]:
 
 
 def all_sliding_if_set(fields: Fields, num_layers: int) -> list[str]:
-    """Mistral's rule: a ``sliding_window`` that is set applies to every layer."""
+    """A ``sliding_window`` that is set applies to every layer."""
     return [SLIDING if fields.has("sliding_window") else FULL] * num_layers
+
+
+def all_sliding_unless_null(fields: Fields, num_layers: int) -> list[str]:
+    """Mistral's own class: a window unless ``sliding_window`` is written as null."""
+    return [FULL if _written_as_null(fields) else SLIDING] * num_layers
+
+
+def _written_as_null(fields: Fields) -> bool:
+    return "sliding_window" in fields.values and not fields.has("sliding_window")
 
 
 def qwen_windows(fields: Fields, num_layers: int) -> list[str]:
     """Qwen's rule: only with ``use_sliding_window``, and then from layer ``max_window_layers`` on."""
-    if not fields.flag("use_sliding_window") or not fields.has("sliding_window"):
+    if not fields.flag("use_sliding_window") or _written_as_null(fields):
         return [FULL] * num_layers
     first = fields.count("max_window_layers", default=28)
     return [SLIDING if index >= first else FULL for index in range(num_layers)]
@@ -43,6 +52,16 @@ def every_nth_full(default_period: int, field: str = "sliding_window_pattern") -
         return [FULL if (index + 1) % period == 0 else SLIDING for index in range(num_layers)]
 
     return pattern
+
+
+def exaone_windows(fields: Fields, num_layers: int) -> list[str]:
+    """Every ``sliding_window_pattern``-th layer sees everything; a pattern may be spelt "LLLG"."""
+    if _written_as_null(fields):
+        return [FULL] * num_layers
+    spelt = fields.values.get("sliding_window_pattern")
+    if isinstance(spelt, str) and spelt:
+        return [FULL if spelt[index % len(spelt)] == "G" else SLIDING for index in range(num_layers)]
+    return every_nth_full(4)(fields, num_layers)
 
 
 def only_if_listed(fields: Fields, num_layers: int) -> list[str]:
@@ -62,6 +81,7 @@ class Traits:
     window_default: int | None = None
     head_dim_default: int | None = None
     qkv_bias: bool | None = False  # None: read ``attention_bias``
+    bias_default: bool = False  # what a missing ``attention_bias`` means
     out_bias: bool | None = False
     head_norm: str | None = None
     norms: int = 2
@@ -86,10 +106,12 @@ _WINDOWED_GEMMA = Traits(
 
 TRAITS: Mapping[str, Traits] = {
     "llama": Traits(qkv_bias=None, out_bias=None, mlp_bias=None),
-    "mistral": Traits(windows=all_sliding_if_set),
-    "ministral": Traits(windows=all_sliding_if_set),
-    "qwen2": Traits(windows=qwen_windows, qkv_bias=True),
-    "qwen3": Traits(windows=qwen_windows, head_dim_default=128, qkv_bias=None, out_bias=None, head_norm="head"),
+    "mistral": Traits(windows=all_sliding_unless_null, window_default=4096),
+    "ministral": Traits(windows=all_sliding_unless_null, window_default=4096),
+    "qwen2": Traits(windows=qwen_windows, window_default=4096, qkv_bias=True),
+    "qwen3": Traits(
+        windows=qwen_windows, window_default=4096, head_dim_default=128, qkv_bias=None, out_bias=None, head_norm="head"
+    ),
     "phi3": Traits(windows=all_sliding_if_set),
     "gemma": Traits(head_dim_default=256, tied_default=True),
     "gemma2": _WINDOWED_GEMMA,
@@ -120,12 +142,19 @@ TRAITS: Mapping[str, Traits] = {
         mlp_bias=True,
         tied_default=True,
     ),
-    "exaone4": Traits(windows=only_if_listed, head_norm="head", weights=False),
-    "glm4": Traits(qkv_bias=None, norms=4, head_dim_default=128),
+    "exaone4": Traits(windows=exaone_windows, window_default=4096, head_norm="head", weights=False),
+    "glm4": Traits(qkv_bias=None, bias_default=True, norms=4, head_dim_default=128),
     "stablelm": Traits(weights=False),
     "mixtral": Traits(windows=all_sliding_if_set, expert_style="mixtral"),
-    "qwen2_moe": Traits(windows=qwen_windows, qkv_bias=True, expert_style="qwen2_moe"),
-    "qwen3_moe": Traits(windows=qwen_windows, qkv_bias=None, out_bias=None, head_norm="head", expert_style="qwen3_moe"),
+    "qwen2_moe": Traits(windows=qwen_windows, window_default=4096, qkv_bias=True, expert_style="qwen2_moe"),
+    "qwen3_moe": Traits(
+        windows=qwen_windows,
+        window_default=4096,
+        qkv_bias=None,
+        out_bias=None,
+        head_norm="head",
+        expert_style="qwen3_moe",
+    ),
     "olmoe": Traits(head_norm="full", qkv_bias=None, out_bias=None, expert_style="olmoe"),
     "gpt_oss": Traits(
         windows=lambda fields, n: [SLIDING if i % 2 == 0 else FULL for i in range(n)],
@@ -140,7 +169,7 @@ TRAITS: Mapping[str, Traits] = {
     "phimoe": Traits(windows=all_sliding_if_set, weights=False),
     "minimax_m2": Traits(weights=False, head_dim_default=128),
     "ernie4_5": Traits(weights=False, head_dim_default=128, tied_default=True),
-    "internlm3": Traits(weights=False),
+    "internlm3": Traits(weights=False, head_dim_default=128),
     "llama4_text": Traits(
         windows=lambda fields, n: llama4_chunks(fields, n), head_dim_default=128, expert_style="llama4"
     ),
@@ -216,7 +245,7 @@ def _parameters(
     head_dim: int,
     intermediate: int,
 ) -> Parameters:
-    stated = fields.flag("attention_bias")
+    stated = fields.flag("attention_bias", default=traits.bias_default)
     qkv_bias = stated if traits.qkv_bias is None else traits.qkv_bias
     out_bias = stated if traits.out_bias is None else traits.out_bias
     mlp_bias = fields.flag("mlp_bias") if traits.mlp_bias is None else traits.mlp_bias

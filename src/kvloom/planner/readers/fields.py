@@ -124,7 +124,7 @@ class Fields:
         """``head_dim``; else ``default``; else hidden_size / heads, as the architecture defines it."""
         if self.has("head_dim"):
             return self.integer("head_dim")
-        if default is not None:
+        if default is not None and "head_dim" not in self.values:  # an explicit null means hidden / heads
             return self.integer("head_dim", default=default, rule="the architecture's default")
         hidden = self.integer("hidden_size")
         if hidden % query_heads:
