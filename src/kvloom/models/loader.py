@@ -74,7 +74,7 @@ def load_checkpoint(source: ModelSource, config: EngineConfig, device: torch.dev
         raise UnsupportedModelError(f"{source.name} (model type {model_type!r}) cannot be served: {reason}")
     layout = group_layers(family.layers(hf_config))
     tokenizer = _read_tokenizer(checkpoint)
-    dtype = checkpoint.stored_dtype() if config.dtype == "auto" else config.dtype
+    dtype = auto_dtype(checkpoint.stored_dtype(), device) if config.dtype == "auto" else config.dtype
     model = _read_model(checkpoint, hf_config, getattr(torch, dtype), device)
     family.prepare(model)
 
@@ -136,6 +136,21 @@ def find_device(name: str) -> torch.device:
             f"{torch.__version__} was built for, such as cuda"
         ) from error
     return device
+
+
+def auto_dtype(stored: str, device: torch.device) -> str:
+    """The dtype that ``auto`` means: the checkpoint's, or float32 on a CPU that cannot multiply in it.
+
+    Without AVX-512 or AMX, torch's bfloat16 and float16 matrix products on x86 run element by
+    element, ten and more times slower than float32's.
+    """
+    if device.type != "cpu" or stored == "float32":
+        return stored
+    supported = {
+        "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return stored if supported[stored]() else "float32"
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
