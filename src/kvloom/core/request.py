@@ -11,6 +11,7 @@ from kvloom.core.errors import RequestError
 
 MAX_N = 64
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096  # of all stop strings together
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 
@@ -108,6 +109,11 @@ class SamplingParams:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(
                 f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop"
+            )
+        characters = sum(len(text) for text in self.stop)
+        if characters > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop holds {characters} characters; at most {MAX_STOP_CHARACTERS} are allowed", param="stop"
             )
         if any(not text for text in self.stop):
             raise RequestError("stop holds an empty string; leave it out", param="stop")
