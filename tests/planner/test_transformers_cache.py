@@ -147,9 +147,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "bloom": {"hidden_size": 32, "pad_token_id": 0, "n_layer": 3, "n_head": 4, "vocab_size": 64},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64},
-    "gpt_neox": {
-        key: value for key, value in _DENSE.items() if key != "num_key_value_heads"
-    },
+    "gpt_neox": {key: value for key, value in _DENSE.items() if key != "num_key_value_heads"},
     "gptj": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "vocab_size": 64},
     "mpt": {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64, "vocab_size": 64},
     "phi": _DENSE,

@@ -61,6 +61,10 @@ def check(question: Question) -> None:
     """
     if question.batch < 1:
         raise ConfigError(f"--batch is {question.batch}; it must be at least 1 sequence")
+    for name in ("tp", "pp", "dp"):
+        degree = getattr(question, name)
+        if degree is not None and degree < 1:
+            raise ConfigError(f"{name} is {degree}; it must be at least 1")
     if question.dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype is {question.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
     if question.accounting not in ACCOUNTINGS:
