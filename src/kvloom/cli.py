@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from kvloom.core.errors import KvloomError, RequestError
+from kvloom.planner.command import plan
 
 app = typer.Typer(
     name="kvloom",
@@ -305,6 +306,9 @@ def generate(
         from kvloom.server.local import generate as run_local
 
         run_local(settings.engine, text, chat=chat, system=system, sampling=sampling, as_json=as_json)
+
+
+app.command("plan")(plan)
 
 
 @app.command()

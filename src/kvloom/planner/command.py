@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvloom.core.errors import ConfigError, KvloomError
-from kvloom.planner.plan import Answer, answer
-from kvloom.planner.question import Question
-from kvloom.planner.replay import parse_tier
 from kvloom.planner.tokens import echo_tokens, parse_tokens
-from kvloom.planner.trace import read_trace
-from kvloom.planner.workload import Workload
+
+if TYPE_CHECKING:  # imported by the functions below when they run: `kvloom --help` stays fast
+    from kvloom.planner.plan import Answer
+    from kvloom.planner.trace import Trace
+    from kvloom.planner.workload import Workload
 
 
 def plan(
@@ -73,6 +73,10 @@ def plan(
     list_models: Annotated[bool, typer.Option("--list-models", help="Name the presets and stop.")] = False,
 ) -> None:
     """Exact KV-cache sizes of any model, what fits, and the pipeline to choose. Needs no weights."""
+    from kvloom.planner.plan import answer
+    from kvloom.planner.question import Question
+    from kvloom.planner.replay import parse_tier
+
     try:
         if list_models:
             _list(json_output)
@@ -158,6 +162,8 @@ def _workload(
     if input_tokens is None or output_tokens is None:
         missing = "--output-tokens" if output_tokens is None else "--input-tokens"
         raise ConfigError(f"{missing} is missing; a workload needs both lengths")
+    from kvloom.planner.workload import Workload
+
     return Workload(
         input_tokens=parse_tokens(input_tokens, flag="--input-tokens"),
         output_tokens=parse_tokens(output_tokens, flag="--output-tokens"),
@@ -167,11 +173,15 @@ def _workload(
     )
 
 
-def _trace(trace: Path | None, replay: Path | None, kind: str | None) -> Any:
+def _trace(trace: Path | None, replay: Path | None, kind: str | None) -> Trace | None:
     if trace is not None and replay is not None and trace != replay:
         raise ConfigError("--trace and --replay name different files; give one of them")
     path = replay or trace
-    return None if path is None else read_trace(path, kind)
+    if path is None:
+        return None
+    from kvloom.planner.trace import read_trace
+
+    return read_trace(path, kind)
 
 
 def _write(result: Answer, html: Path | None, plot: Path | None) -> None:
