@@ -209,7 +209,8 @@ class LLM:
                 if output.finish_reason is None:
                     more += self._engine.abort(output.request_id, output.index)
             elif output.finish_reason is not None:
-                completion.text += stream.finish().text
-                completion.finish_reason = output.finish_reason
+                rest = stream.finish()
+                completion.text += rest.text
+                completion.finish_reason = "stop" if rest.stopped is not None else output.finish_reason
                 entry.unfinished -= 1
         return more

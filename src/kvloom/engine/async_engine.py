@@ -9,6 +9,7 @@ slow reader holds its own outputs (at most ``max_model_len`` tokens), never anyb
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import threading
 import time
@@ -210,7 +211,7 @@ class AsyncEngine:
                     outputs += self._engine.step()
                 self._snapshot = self._engine.snapshot()
                 if outputs:
-                    self._call_loop(lambda batch=outputs: self._deliver(batch))
+                    self._call_loop(functools.partial(self._deliver, outputs))
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
             failure = EngineError(f"the engine failed: {error}; restart the server")

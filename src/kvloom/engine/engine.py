@@ -398,7 +398,7 @@ class Engine:
                 sequence.prompt_logprobs = [None]  # nothing precedes the first token; a recomputation starts over
             top = sequence.params.prompt_logprobs
             assert top is not None
-            sequence.prompt_logprobs += prompt_logprobs(logits[low:high], following, top)
+            sequence.prompt_logprobs += prompt_logprobs(logits[low:high], following.tolist(), top)
         return self._sample(logits, sampled)
 
     @staticmethod
@@ -462,15 +462,15 @@ class Engine:
             outputs.append(self._append(sequence, token_ids[row], logprobs[row]))
         return outputs
 
-    def _grammar_mask(self, sequences: Seq[Sequence], logits: torch.Tensor) -> torch.Tensor | None:
+    @staticmethod
+    def _grammar_mask(sequences: Seq[Sequence], logits: torch.Tensor) -> torch.Tensor | None:
         """int32 [N, ceil(V / 32)], all ones in rows without a grammar; None when no row has one."""
         if all(sequence.grammar is None for sequence in sequences):
             return None
-        mask = torch.full((len(sequences), -(-logits.shape[-1] // 32)), -1, dtype=torch.int32)
-        for row, sequence in zip(mask, sequences, strict=True):
-            if sequence.grammar is not None:
-                sequence.grammar.fill(row)
-        return mask.to(logits.device)
+        from kvloom.engine.grammar import fill_bitmask
+
+        mask = fill_bitmask([sequence.grammar for sequence in sequences], logits.shape[-1])
+        return None if mask is None else mask.to(logits.device)
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The leader's pending siblings, sharing its spans; one that finds no memory will wait."""
