@@ -138,6 +138,11 @@ def test_indexer_is_counted() -> None:
     assert ideal_bytes("deepseek-v3.2", 1) == 61 * (512 + 64 + 128) * 2
 
 
+def test_indexer_in_vllm() -> None:
+    """vLLM keeps indexer keys as fp8 with a scale: 132 bytes beside 1,152."""
+    assert accounting("vllm", "deepseek-v3.2").sequence(16).total == 16 * 61 * (576 * 2 + 132)
+
+
 def test_protected_tokens_are_raw() -> None:
     raw, encoded = 131_072, 32 * 8 * 2 * (64 + 2)
     assert ideal_bytes("llama-3-8b", 1000, "loom4") == 80 * raw + 920 * encoded

@@ -157,3 +157,8 @@ def test_parallel_flags() -> None:
     assert "--tensor-parallel-size 4 --data-parallel-size 2" in engines["vllm"]["command"]
     assert "--tp-size 4 --dp-size 2" in engines["sglang"]["command"]
     assert any("start as many servers" in item for item in engines["tgi"]["cannot_express"])
+
+
+def test_choice_under_another_accounting() -> None:
+    """Pipelines are kvloom's, so they are sized as kvloom counts whatever --accounting says."""
+    assert ask(situation="throughput", accounting="vllm")["choices"] == ask(situation="throughput")["choices"]

@@ -303,7 +303,11 @@ class Vllm(Accounting):
         key = "raw" if self.form.lossless else self.form.codec.name
         rule = VLLM_CODECS[key][1]
         group = planned.group
-        return self.BLOCK * group.num_heads * sum(rule(plane.dim, self.form.element_bytes) for plane in group.planes)
+        per_token = sum(
+            plane.dim + 4 if plane.name == "index" else rule(plane.dim, self.form.element_bytes)
+            for plane in group.planes  # indexer keys are always fp8 with one float32 scale
+        )
+        return self.BLOCK * group.num_heads * per_token
 
     def plane_codec(self, planned: PlannedGroup, plane: Plane) -> str:
         return self.form.raw_dtype if self.form.lossless else self.form.codec.name

@@ -68,7 +68,7 @@ def plan(
         str | None, typer.Option(help="mooncake, bailian or azure; recognised if left out.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a self-contained page with charts.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the main chart as .svg (or .png with matplotlib).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the main chart as an .svg file.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
     list_models: Annotated[bool, typer.Option("--list-models", help="Name the presets and stop.")] = False,
 ) -> None:

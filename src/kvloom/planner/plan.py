@@ -167,7 +167,9 @@ def answer(question: Question) -> Answer:
         document["what_if"] = what_if_report(question, original, ideal, tokens)
     if asked:
         document["fit"] |= roofline_report(question, setting, ideal, assumptions)
-    choices = _choices(question, setting, forms["kvloom"], workload, document, assumptions, warnings)
+    choices = _choices(
+        question, replace(setting, accounting="kvloom"), forms["kvloom"], workload, document, assumptions, warnings
+    )
     if question.replay:
         document["replay"] = replay_report(question, setting, accountings["kvloom"], verdict if asked else None)
     say_traps(original, assumptions)
