@@ -15,8 +15,8 @@ from kvloom.server.jsontext import parse_json_object
 DISCARD_BYTES = 64 * 1024 * 1024
 
 
-async def read_json_object(request: Request, limit: int) -> dict[str, Any]:
-    """The JSON object in the request's body.
+async def read_json_object(request: Request, limit: int) -> tuple[dict[str, Any], int]:
+    """The JSON object in the request's body, and the body's size in bytes.
 
     Raises:
         BodyTooLargeError: the body is longer than ``limit`` bytes.
@@ -25,7 +25,7 @@ async def read_json_object(request: Request, limit: int) -> dict[str, Any]:
     body = await read_body(request, limit)
     if not body:
         raise RequestError("the body is empty; send a JSON object")
-    return parse_json_object(body)
+    return parse_json_object(body), len(body)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -30,6 +30,7 @@ class Delta:
     """What a choice gained since it was last read."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -67,6 +68,7 @@ class Choice:
         text, stopped = delta.text, delta.stopped
         used = delta.num_tokens_used if stopped is not None else len(token_ids)
         self.num_tokens += used
+        self._pending.token_ids.extend(token_ids[:used])
         if output.logprobs is not None:
             self._pending.logprobs.extend(output.logprobs[:used])
         reason: str | None = output.finish_reason

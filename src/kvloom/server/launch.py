@@ -86,6 +86,7 @@ def http_server(app: FastAPI, config: ServerConfig, on_signal: Callable[[int], N
             log_config=None,
             access_log=config.access_log,
             lifespan="off",
+            ws="none",
             timeout_graceful_shutdown=FLUSH_SECONDS,
             timeout_keep_alive=75,  # longer than proxies keep theirs, so that they are the ones to close
             server_header=False,

@@ -96,6 +96,7 @@ class SamplingBody(_Body):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    return_token_ids: bool = False
     priority: int = 0
     structured_outputs: Any = None
     guided_json: Any = None

@@ -61,6 +61,7 @@ class Renderer:
     tokenization: Tokenization
     logprobs: bool
     prompt_logprobs: bool = False
+    token_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def _head(self, kind: str) -> Json:
@@ -78,6 +79,11 @@ class Renderer:
         if given is None or not self.prompt_logprobs:
             return None
         return [None if one is None else self._by_id(one) for one in given]
+
+    def _add_token_ids(self, document: Json, delta: Delta) -> None:
+        """vLLM's ``return_token_ids``: the exact tokens, which text alone does not give back."""
+        if self.token_ids:
+            document["token_ids"] = delta.token_ids
 
     def _by_id(self, one: TokenLogprob) -> Json:
         pairs = dict([(one.token_id, one.logprob), *one.top])
@@ -107,6 +113,7 @@ class ChatRenderer(Renderer):
             prompt_logprobs = self._prompt_logprobs(generation, choice)
             if prompt_logprobs is not None:
                 document["prompt_logprobs"] = prompt_logprobs
+            self._add_token_ids(document, delta)
             choices.append(document)
         return {**self._head("chat.completion"), "choices": choices, "usage": usage(generation)}
 
@@ -133,6 +140,8 @@ class ChatRenderer(Renderer):
         }
         if document["finish_reason"] is not None and delta is not None:
             document["stop_reason"] = delta.stop_reason
+        if delta is not None:
+            self._add_token_ids(document, delta)
         return {**self._head("chat.completion.chunk"), "choices": [document]}
 
     def usage_chunk(self, generation: Generation) -> Json:
@@ -192,6 +201,7 @@ class CompletionRenderer(Renderer):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        self._add_token_ids(document, delta)
         prompt_logprobs = self._prompt_logprobs(generation, choice) if begins else None
         if prompt_logprobs is not None:
             document["prompt_logprobs"] = prompt_logprobs

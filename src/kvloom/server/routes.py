@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -34,7 +34,6 @@ from kvloom.server.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    SamplingBody,
     TokenizeBody,
     parse_body,
 )
@@ -54,32 +53,47 @@ def _serving(request: Request) -> Serving:
     return serving
 
 
-async def _read(request: Request, model: type[Body]) -> tuple[Serving, ServingEngine, str, Body]:
-    """The body, once it is known that somebody can answer it: state, engine, served model name, body."""
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Body]):
+    """A request whose body is read and which somebody can answer. ``num_bytes`` is the body's size."""
+
+    serving: Serving
+    engine: ServingEngine
+    model: str
+    body: Body
+    num_bytes: int
+    arrival: float
+
+
+async def _read(request: Request, model: type[Body]) -> Call[Body]:
+    arrival = time.monotonic()
     serving = _serving(request)
-    body = parse_body(model, await read_json_object(request, serving.config.max_body_bytes))
+    data, num_bytes = await read_json_object(request, serving.config.max_body_bytes)
+    body = parse_body(model, data)
     engine = serving.engine
-    return serving, engine, serving.resolve_model(body.model), body
+    return Call(serving, engine, serving.resolve_model(body.model), body, num_bytes, arrival)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    arrival = time.monotonic()
-    serving, engine, name, body = await _read(request, ChatBody)
-    params = chat_params(body, engine.generation_defaults)
-    prompt = await _chat_prompt(serving, body)
-    params = _fitted(params, prompt, engine, default=None, param="messages")
+    call = await _read(request, ChatBody)
+    body = call.body
+    params = chat_params(body, call.engine.generation_defaults)
+    prompt = await _chat_prompt(call)
+    params = _fitted(params, prompt, call.engine, default=None, param="messages")
     request_id = new_id("chatcmpl")
-    renderer = ChatRenderer(request_id, name, serving.tokenization, body.logprobs, body.prompt_logprobs is not None)
-    generation = await _start(request, body, request_id, [prompt], [params], arrival)
-    return await _answer(request, body, generation, renderer)
+    renderer = ChatRenderer(
+        request_id, call.model, call.serving.tokenization, body.logprobs, body.prompt_logprobs is not None
+    )
+    generation = await _start(request, call, request_id, [prompt], [params])
+    return await _answer(request, call, generation, renderer)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    arrival = time.monotonic()
-    serving, engine, name, body = await _read(request, CompletionBody)
-    params = completion_params(body, engine.generation_defaults)
+    call = await _read(request, CompletionBody)
+    body, tokenization = call.body, call.serving.tokenization
+    params = completion_params(body, call.engine.generation_defaults)
     given = read_prompts(body.prompt)
     check_choices(len(given), params.n)
     prompts: list[list[int]] = []
@@ -87,43 +101,40 @@ async def completions(request: Request) -> Response:
     for index, one in enumerate(given):
         param = "prompt" if len(given) == 1 else f"prompt.{index}"
         ids = (
-            await serving.tokenization.encode(one, add_special_tokens=body.add_special_tokens)
+            await tokenization.encode(one, add_special_tokens=body.add_special_tokens)
             if isinstance(one, str)
             else list(one)
         )
         prompts.append(ids)
-        fitted.append(_fitted(params, ids, engine, default=COMPLETION_MAX_TOKENS, param=param))
+        fitted.append(_fitted(params, ids, call.engine, default=COMPLETION_MAX_TOKENS, param=param))
     request_id = new_id("cmpl")
     renderer = CompletionRenderer(
-        request_id, name, serving.tokenization, body.logprobs is not None, body.prompt_logprobs is not None
+        request_id, call.model, tokenization, body.logprobs is not None, body.prompt_logprobs is not None
     )
     if body.echo:
         texts = [
-            one if isinstance(one, str) else await serving.tokenization.decode(one, skip_special_tokens=True)
-            for one in given
+            one if isinstance(one, str) else await tokenization.decode(one, skip_special_tokens=True) for one in given
         ]
         renderer.echo = {f"{request_id}-{index}": text for index, text in enumerate(texts)}
-    generation = await _start(request, body, request_id, prompts, fitted, arrival)
-    return await _answer(request, body, generation, renderer)
+    generation = await _start(request, call, request_id, prompts, fitted)
+    return await _answer(request, call, generation, renderer)
 
 
-async def _chat_prompt(serving: Serving, body: ChatBody | TokenizeBody) -> list[int]:
-    messages = read_messages(body.messages)
-    tools = read_tools(body.tools, body.tool_choice if isinstance(body, ChatBody) else None)
-    tokenization = serving.tokenization
+async def _chat_prompt(call: Call[ChatBody] | Call[TokenizeBody]) -> list[int]:
+    body, tokenization = call.body, call.serving.tokenization
+    tool_choice = body.tool_choice if isinstance(body, ChatBody) else None
 
     def render() -> str:
         return render_chat(
             tokenization.tokenizer,
-            messages,
-            tools=tools,
+            read_messages(body.messages),
+            tools=read_tools(body.tools, tool_choice),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
         )
 
-    size = sum(len(message["content"]) for message in messages) + 256 * len(messages)
-    text = await tokenization.run(size, render)
+    text = await tokenization.run(call.num_bytes, render)
     # The template wrote the beginning-of-text token already, if the model has one.
     return await tokenization.encode(text, add_special_tokens=False)
 
@@ -144,38 +155,38 @@ def _fitted(
 
 async def _start(
     request: Request,
-    body: SamplingBody,
+    call: Call[ChatBody] | Call[CompletionBody],
     request_id: str,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
-    arrival: float,
 ) -> Generation:
-    serving = _serving(request)
     requests = engine_requests(
         request_id,
         prompts,
         params,
-        priority=body.priority,
+        priority=call.body.priority,
         salt=getattr(request.state, "tenant_salt", b""),
-        arrival_time=arrival,
+        arrival_time=call.arrival,
     )
-    return await Generation.start(serving.engine, requests, serving.metrics)
+    return await Generation.start(call.serving.engine, requests, call.serving.metrics)
 
 
 async def _answer(
-    request: Request, body: SamplingBody, generation: Generation, renderer: ChatRenderer | CompletionRenderer
+    request: Request,
+    call: Call[ChatBody] | Call[CompletionBody],
+    generation: Generation,
+    renderer: ChatRenderer | CompletionRenderer,
 ) -> Response:
-    if not body.stream:
+    if not call.body.stream:
         return await whole_answer(generation, request.receive, renderer.whole)
-    serving = _serving(request)
-    options = body.stream_options
+    options = call.body.stream_options
     return EventStream(
         generation,
         renderer,
-        metrics=serving.metrics,
+        metrics=call.serving.metrics,
         final_usage=options is not None and (options.include_usage or options.continuous_usage_stats),
         continuous_usage=options is not None and options.continuous_usage_stats,
-        stall_timeout=serving.config.stall_timeout,
+        stall_timeout=call.serving.config.stall_timeout,
     )
 
 
@@ -210,29 +221,31 @@ async def model(request: Request, name: str) -> Response:
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
-    serving, engine, _, body = await _read(request, TokenizeBody)
+    call = await _read(request, TokenizeBody)
+    body, tokenization = call.body, call.serving.tokenization
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("send either prompt or messages", param="prompt")
     if body.prompt is not None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
-        ids = await serving.tokenization.encode(body.prompt, add_special_tokens=special)
+        ids = await tokenization.encode(body.prompt, add_special_tokens=special)
     else:
-        ids = await _chat_prompt(serving, body)
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids}
+        ids = await _chat_prompt(call)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": call.engine.info.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = [serving.tokenization.token(token_id).text for token_id in ids]
+        answer["token_strs"] = [tokenization.token(token_id).text for token_id in ids]
     return _json(answer)
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
-    serving, engine, _, body = await _read(request, DetokenizeBody)
-    check_ids(body.tokens, engine.info.vocab_size, "tokens")
-    text = await serving.tokenization.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+    call = await _read(request, DetokenizeBody)
+    body = call.body
+    check_ids(body.tokens, call.engine.info.vocab_size, "tokens")
+    text = await call.serving.tokenization.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
     return _json({"prompt": text})
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
     """200 while requests are served; else 503 with the reason."""
     serving = _serving(request)

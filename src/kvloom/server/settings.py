@@ -1,7 +1,7 @@
 """One set of settings from flags, ``KVLOOM_*`` variables, a YAML file and defaults, in that order.
 
-All settings have one flat namespace: the fields of ``EngineConfig``, ``ServerConfig`` and
-``PipelineConfig``. In a file the pipeline's stand under ``pipeline:``, as the design writes them.
+The engine's and the server's settings share one flat namespace; in a file the pipeline's stand
+under ``pipeline:``, as the design writes them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 from kvloom.core.config import (
     EngineConfig,
-    PipelineConfig,
     build_dataclass,
+    engine_config,
+    flat_settings,
     from_environment,
     merge_settings,
     read_yaml,
@@ -31,16 +32,10 @@ LISTS: Mapping[str, str] = {
     "cors_origin": "cors_origins",
 }
 VARIABLES_ONLY = frozenset({"debug", "config"})
+SERVER = frozenset(field.name for field in dataclasses.fields(ServerConfig))
+KNOWN = frozenset(flat_settings()) | SERVER
 
-
-def _names(cls: type[Any]) -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(cls))
-
-
-ENGINE = _names(EngineConfig) - {"pipeline"}
-SERVER = _names(ServerConfig)
-PIPELINE = _names(PipelineConfig) - {"name"}
-KNOWN = ENGINE | SERVER | PIPELINE | {"pipeline"}
+Layer = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,42 +54,26 @@ def resolve_settings(
     """
     variables = from_environment(environment, dict.fromkeys(KNOWN | set(LISTS) | VARIABLES_ONLY))
     path = config or (Path(variables["config"]) if variables.get("config") else None)
-    layers = [("the command line", flags), ("the environment", _without_variables_only(variables))]
+    layers: list[Layer] = [
+        ("the command line", flags),
+        ("the environment", {key: value for key, value in variables.items() if key not in VARIABLES_ONLY}),
+    ]
     if path is not None:
-        layers.append((str(path), _flat(read_yaml(path), str(path))))
-    merged = merge_settings(dict.fromkeys(KNOWN), *((source, _lists(values, source)) for source, values in layers))
-    source = "the settings (flags, KVLOOM_* variables, file)"
-    pipeline = {key: merged[key] for key in PIPELINE & set(merged)}
-    if "pipeline" in merged:
-        pipeline["name"] = merged["pipeline"]
-    engine = {key: merged[key] for key in ENGINE & set(merged)}
-    engine["pipeline"] = build_dataclass(PipelineConfig, pipeline, source)
+        layers.append((str(path), read_yaml(path)))
+    layers = [(source, _with_lists(values, source)) for source, values in layers]
+    merge_settings(dict.fromkeys(KNOWN), *layers)  # refuses what neither part knows, with the nearest name of both
     return Settings(
-        engine=build_dataclass(EngineConfig, engine, source),
-        server=_server_config({key: merged[key] for key in SERVER & set(merged)}, source),
+        engine=engine_config(*(_part(layer, KNOWN - SERVER) for layer in layers)),
+        server=_server_config(*(_part(layer, SERVER) for layer in layers)),
     )
 
 
-def _without_variables_only(variables: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in variables.items() if key not in VARIABLES_ONLY}
+def _part(layer: Layer, keys: frozenset[str]) -> Layer:
+    source, values = layer
+    return source, {key: value for key, value in values.items() if key in keys}
 
 
-def _flat(data: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A file's mapping with the pipeline's settings lifted to the top."""
-    flat = dict(data)
-    pipeline = flat.pop("pipeline", None)
-    if isinstance(pipeline, Mapping):
-        known = dict.fromkeys(PIPELINE | {"name"})
-        inner = merge_settings(known, (f"{source}, pipeline", pipeline))
-        if "name" in inner:
-            flat["pipeline"] = inner.pop("name")
-        flat.update(inner)
-    elif pipeline is not None:
-        flat["pipeline"] = pipeline
-    return flat
-
-
-def _lists(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _with_lists(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Values with the settings that hold several made tuples under their plural names."""
     ready: dict[str, Any] = {}
     for key, value in values.items():
@@ -108,9 +87,10 @@ def _lists(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return ready
 
 
-def _server_config(values: dict[str, Any], source: str) -> ServerConfig:
+def _server_config(*layers: Layer) -> ServerConfig:
+    values = merge_settings(dict.fromkeys(SERVER), *layers)
     if isinstance(values.get("max_body_bytes"), str):
         values["max_body_bytes"] = parse_bytes(values["max_body_bytes"])
     lists = {name: values.pop(name) for name in LISTS.values() if name in values}
-    plain: ServerConfig = build_dataclass(ServerConfig, values, source)
+    plain: ServerConfig = build_dataclass(ServerConfig, values, ", ".join(source for source, _ in layers))
     return dataclasses.replace(plain, **lists)
