@@ -27,7 +27,12 @@ _REPLACEMENT = "�"
 
 
 class Detokenizer(Protocol):
-    """Text of one sequence of tokens."""
+    """Text of one sequence of tokens.
+
+    ``lead``: how much of what `push` returned last belongs to earlier tokens.
+    """
+
+    lead: int
 
     def push(self, token_id: int) -> str:
         """The text that became final with this token; often its own, sometimes none."""
@@ -98,6 +103,8 @@ _BYTES = _byte_alphabet()
 class _ByteLevel:
     """Every token is bytes; only an unfinished UTF-8 sequence (three bytes at most) waits."""
 
+    lead = 0
+
     def __init__(self, vocabulary: _Vocabulary, skip_special_tokens: bool) -> None:
         self._vocabulary = vocabulary
         self._skip = skip_special_tokens
@@ -120,7 +127,7 @@ class _ByteLevel:
 
 
 def _fallback_rules(decoders: list[dict[str, Any]]) -> tuple[list[tuple[str, str]], tuple[str, int]] | None:
-    """Read ``[Replace…, ByteFallback, Fuse, Strip]``: replacements, and what the text's start loses. None if another."""
+    """Read ``[Replace…, ByteFallback, Fuse, Strip]``: replacements, and what the text's start loses; or None."""
     kinds = [decoder["type"] for decoder in decoders]
     if "ByteFallback" not in kinds:
         return None
@@ -155,10 +162,12 @@ class _ByteFallback:
         self._skip = skip_special_tokens
         self._replaced = replaced
         self._run = bytearray()
+        self.lead = 0
         self._strip_content = strip_content
         self._strip_left = strip_count
 
     def push(self, token_id: int) -> str:
+        self.lead = 0
         token = self._vocabulary.token(token_id, self._skip)
         if token is None:
             return ""
@@ -170,7 +179,9 @@ class _ByteFallback:
                 return ""
             except ValueError:
                 pass  # it only looked like a byte
-        return self._strip(self._end_run() + token)
+        run = self._strip(self._end_run())
+        self.lead = len(run)
+        return run + self._strip(token)
 
     def finish(self) -> str:
         return self._strip(self._end_run())
@@ -196,6 +207,8 @@ class _ByteFallback:
 
 class _Window:
     """Any decoder whose text for a token depends on its neighbours only."""
+
+    lead = 0
 
     def __init__(self, vocabulary: _Vocabulary, skip_special_tokens: bool, context: list[int]) -> None:
         self._vocabulary = vocabulary

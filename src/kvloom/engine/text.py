@@ -34,7 +34,8 @@ class TextStream:
 
     Attributes:
         text_offsets: per token used, where its text begins in the output's text; kept only when
-            ``params.logprobs`` is set. Tokens that share a character share its offset.
+            ``params.logprobs`` is set. Tokens that share a character, or a run of byte tokens, share
+            the offset of its first.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
@@ -64,9 +65,9 @@ class TextStream:
                 break
             used += 1
             self._num_tokens += 1
-            if self._keep_offsets:
-                self.text_offsets.append(self._num_characters)
             piece = self._detokenizer.push(token_id)
+            if self._keep_offsets:
+                self.text_offsets.append(self._num_characters + self._detokenizer.lead)
             if piece:
                 parts.append(self._scan(piece))
         return TextDelta("".join(parts), self._stopped, used)
