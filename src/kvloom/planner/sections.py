@@ -51,8 +51,12 @@ def _sizes(document: Document) -> Section:
         ("architecture", f"{architecture['model_type']}, {architecture['kind']}"),
         (
             "heads",
-            f"{architecture['query_heads']} query, {architecture['kv_heads']} KV; "
-            f"{architecture['attention_layers']} of {architecture['layers']} layers attend"
+            (
+                f"{architecture['query_heads']} query heads over one latent; "
+                if architecture["kind"] == "MLA"
+                else f"{architecture['query_heads']} query, {architecture['kv_heads']} KV; "
+            )
+            + f"{architecture['attention_layers']} of {architecture['layers']} layers attend"
             + (f", {architecture['shared_layers']} of them store nothing" if architecture["shared_layers"] else ""),
         ),
         ("cache", f"{document['codec']} codec, {document['dtype']} raw, accounting {document['accounting']}"),

@@ -1,11 +1,12 @@
-"""Where a model's configuration comes from: a preset, a file, a directory, a GGUF header, the hub."""
+"""Where a model's configuration comes from: preset, file, directory, GGUF header, Python package, hub."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvloom.planner.gguf_header import read_header, to_config
 from kvloom.planner.presets import find_preset, nearest_presets, preset_names
 
 HUB_TIMEOUT_S = 5.0
+PACKAGE = "package:"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,8 @@ def find_model(text: str) -> ModelSource:
     """
     if not text.strip():
         raise ConfigError("MODEL is empty; give a preset, a hub id, a directory or a file")
+    if text.startswith(PACKAGE):
+        return _from_package(text.removeprefix(PACKAGE))
     path = Path(text).expanduser()
     if path.is_dir():
         return _from_directory(path)
@@ -112,6 +116,30 @@ def _from_gguf(path: Path) -> ModelSource:
         weight_origin="GGUF data section" if size else "",
         parameters=int(parameters) if parameters else None,
     )
+
+
+def _from_package(name: str) -> ModelSource:
+    """A GGUF file that an installed Python package ships, whole or in parts; the package is not imported."""
+    module, _, wanted = name.partition("/")
+    module = module.replace("-", "_")
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"Python package {module!r} is not installed; install it, or give a file or a preset")
+    home = Path(next(iter(spec.submodule_search_locations)))
+    whole = [file for file in sorted(home.rglob("*.gguf")) if not wanted or file.name == wanted]
+    if len(whole) > 1:
+        names = ", ".join(f"{PACKAGE}{module}/{file.name}" for file in whole)
+        raise ConfigError(f"Python package {module!r} ships {len(whole)} GGUF files; name one: {names}")
+    if whole:
+        return _from_gguf(whole[0])
+    # some packages are too large for one upload: NAME_part1, NAME_part2 … each with a piece
+    parts = sorted(home.parent.glob(f"{module}*/**/*.gguf.part*"), key=lambda file: file.name)
+    if not parts:
+        raise ConfigError(f"Python package {module!r} ships no GGUF file; give a file or a preset")
+    source = _from_gguf(parts[0])
+    if source.weight_bytes is None:
+        return source
+    return replace(source, weight_bytes=source.weight_bytes + sum(file.stat().st_size for file in parts[1:]))
 
 
 def _from_hub(text: str) -> ModelSource:
