@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -239,3 +241,17 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
     histogram.observe(1.5, 2)
     assert histogram.buckets() == [("1.0", 2.0), ("2.0", 6.0), ("+Inf", 7.0)]
     assert (histogram.count, histogram.sum) == (7, 10.5)
+
+
+async def test_every_metric_is_documented_and_every_documented_one_exists(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.snapshot_value = known_snapshot()
+    await client.get("/nothing")
+    page = await scrape(client)
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    table = text[text.index("## Metrics") :]
+    names = [name for row in table.splitlines() if row.startswith("| `") for name in row.split("|")[1].split(", ")]
+    documented = {re.sub(r"\{.*\}", "", name.strip(" `")) for name in names}
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name, _ in page.samples}
+    assert documented == shown

@@ -8,12 +8,13 @@ from typing import Any
 
 from kvloom.core.errors import RequestError
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def dump_json(data: Any) -> bytes:
     """``data`` as UTF-8 JSON. A lone surrogate, which UTF-8 cannot hold, becomes ``?``."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _ENCODER.encode(data).encode("utf-8", "replace")
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

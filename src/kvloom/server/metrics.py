@@ -1,6 +1,6 @@
 """Prometheus metrics: what the engine's snapshot says at scrape, and what the server saw itself.
 
-Three families of names, all in ``docs/metrics.md``: the published ``kv_cache_*`` and
+Three families of names, all in ``docs/server.md``: the published ``kv_cache_*`` and
 ``prefix_cache_hit_rate``; ``kvloom_*`` in Prometheus style (base units, ratios 0 to 1, counters
 ending ``_total``); and ``vllm:*``, the names that existing dashboards and autoscalers read.
 Each application has a registry of its own.

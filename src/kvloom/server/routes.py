@@ -83,7 +83,12 @@ async def chat_completions(request: Request) -> Response:
     params = _fitted(params, prompt, call.engine, default=None, param="messages")
     request_id = new_id("chatcmpl")
     renderer = ChatRenderer(
-        request_id, call.model, call.serving.tokenization, body.logprobs, body.prompt_logprobs is not None
+        request_id,
+        call.model,
+        call.serving.tokenization,
+        body.logprobs,
+        body.prompt_logprobs is not None,
+        body.return_token_ids,
     )
     generation = await _start(request, call, request_id, [prompt], [params])
     return await _answer(request, call, generation, renderer)
@@ -109,7 +114,12 @@ async def completions(request: Request) -> Response:
         fitted.append(_fitted(params, ids, call.engine, default=COMPLETION_MAX_TOKENS, param=param))
     request_id = new_id("cmpl")
     renderer = CompletionRenderer(
-        request_id, call.model, tokenization, body.logprobs is not None, body.prompt_logprobs is not None
+        request_id,
+        call.model,
+        tokenization,
+        body.logprobs is not None,
+        body.prompt_logprobs is not None,
+        body.return_token_ids,
     )
     if body.echo:
         texts = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import threading
@@ -15,6 +16,14 @@ from kvloom.server.settings import Settings
 from kvloom.server.state import Serving
 
 
+class WithoutProbes(logging.Filter):
+    """Drops health checks and scrapes from the access log: they come every few seconds and drown the rest."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        path = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
+        return path not in ("/health", "/metrics")
+
+
 def serve(settings: Settings, *, as_json: bool) -> int:
     """Run until told to stop; returns the exit status.
 
@@ -23,6 +32,7 @@ def serve(settings: Settings, *, as_json: bool) -> int:
         KvloomError: the model cannot be loaded.
     """
     config = settings.server
+    logging.getLogger("uvicorn.access").addFilter(WithoutProbes())
     listener = bind(config.host, config.port)
 
     def load() -> ServingEngine:

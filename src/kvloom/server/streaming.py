@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import anyio
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -29,23 +29,23 @@ DONE = b"data: [DONE]\n\n"
 PIECE_BYTES = 64 * 1024
 
 
-async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """``work``'s result, unless the client disconnects first, which cancels ``work``.
+async def unless_gone(work: Awaitable[Result], *watchers: Awaitable[None]) -> Result:
+    """``work``'s result, unless a watcher ends first, which cancels ``work``.
 
     Raises:
-        ClientGone: it did.
+        ClientGone: one did.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    every: list[asyncio.Future[Any]] = [task, *map(asyncio.ensure_future, watchers)]
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientGone
     finally:
-        for one in (task, watcher):
+        for one in every:
             one.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        await asyncio.gather(*every, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -82,11 +82,12 @@ class EventStream(Response):
         self._final_usage = final_usage
         self._continuous_usage = continuous_usage
         self._stall_timeout = stall_timeout
+        self._writing_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._generation:
             try:
-                await unless_gone(receive, self._send_all(send))
+                await unless_gone(self._send_all(send), _disconnected(receive), self._stalled())
             except ClientGone:
                 self._metrics.disconnects += 1
 
@@ -103,8 +104,6 @@ class EventStream(Response):
             last = DONE
             if self._final_usage:
                 last = _data(dump_json(self._renderer.usage_chunk(self._generation))) + DONE
-        except ClientGone:
-            raise
         except Exception as error:
             told = describe(error)
             self._metrics.count_error(told.kind)
@@ -121,7 +120,7 @@ class EventStream(Response):
         return _data(dump_json(chunk))
 
     async def _write(self, send: Send, body: bytes, *, more: bool) -> None:
-        """Send, which waits while the socket's buffer is full; give up on a client that lets it stay so.
+        """Send, which waits while the socket's buffer is full.
 
         In pieces, because a message that has begun to be sent is buffered whole.
         """
@@ -132,13 +131,21 @@ class EventStream(Response):
                 "body": piece,
                 "more_body": more or start + len(piece) < len(body),
             }
-            try:
-                # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
-                with anyio.fail_after(self._stall_timeout):
-                    await send(message)
-            except TimeoutError:
+            self._writing_since = time.monotonic()
+            await send(message)
+            self._writing_since = None
+
+    async def _stalled(self) -> None:
+        """Ends once a client has let a full socket be for too long.
+
+        One watcher per stream: a timer around each of thousands of writes would cost more than they do.
+        """
+        while True:
+            await asyncio.sleep(self._stall_timeout / 4)
+            since = self._writing_since
+            if since is not None and time.monotonic() - since > self._stall_timeout:
                 logger.warning("dropped a client that read nothing for %g s", self._stall_timeout)
-                raise ClientGone from None
+                return
 
 
 def _data(document: bytes) -> bytes:
@@ -155,5 +162,5 @@ async def whole_answer(
         EngineError: the engine failed on the request, or is stopping.
     """
     async with generation:
-        await unless_gone(receive, generation.wait())
+        await unless_gone(generation.wait(), _disconnected(receive))
         return Response(dump_json(render(generation)), media_type="application/json")
