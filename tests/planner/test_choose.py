@@ -166,3 +166,9 @@ def test_choice_under_another_accounting() -> None:
         for name in ("ideal", "kvloom", "vllm", "llama.cpp")
     ]
     assert all(found == sizes[0] for found in sizes)
+
+
+def test_windowed_models_gain_nothing() -> None:
+    found = ask(model="mistral-7b-v0.1", situation="long-context")
+    assert any("every layer is windowed" in warning for warning in found["warnings"])
+    assert {choice["bytes_per_sequence"] for choice in found["choices"] if not choice["press"]} == {4128 * 131_072}

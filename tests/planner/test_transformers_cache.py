@@ -7,6 +7,7 @@ own key is added at the step), which is accounted for here and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 from typing import Any
 
@@ -272,6 +273,15 @@ NOT_COMPARED = {
     "qwen3_5_moe_text": "qwen3_5_text's attention with experts",
     "recurrent_gemma": "keeps its recurrent state inside the modules, not in the cache",
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny matrices are too small to share among threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_every_family_is_compared_or_says_why() -> None:

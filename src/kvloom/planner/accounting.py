@@ -236,9 +236,10 @@ class Kvloom(Accounting):
         for planned in self.groups:
             raw, encoded = self.spans(planned, tokens, 1)
             peak = sum(self.spans(planned, tokens, self.form.chunk))
-            slabs += ceil((batch * raw + peak - raw - encoded) / (slab // self.span_bytes(planned, encoded=False)))
+            per_slab = slab // self.span_bytes(planned, encoded=False)
+            slabs += -(-(batch * raw + peak - raw - encoded) // per_slab)
             if encoded:
-                slabs += ceil(batch * encoded / (slab // self.span_bytes(planned, encoded=True)))
+                slabs += -(-batch * encoded // (slab // self.span_bytes(planned, encoded=True)))
         return slabs * slab + batch * self.state_bytes()
 
 
@@ -322,10 +323,11 @@ class Vllm(Accounting):
 
     def _blocks(self, planned: PlannedGroup, tokens: int) -> int:
         size, window = self._block_tokens(planned), planned.group.window
+        whole = -(-tokens // size)
         if window is None:
-            return ceil(tokens / size)
+            return whole
         # the planner's own bound: never more than the tokens themselves fill
-        return min(ceil(tokens / size), ceil(min(window - 1 + self.form.chunk, tokens) / size) + 1)
+        return min(whole, -(-min(window - 1 + self.form.chunk, tokens) // size) + 1)
 
     def _copies(self, planned: PlannedGroup) -> int:
         return ceil(planned.group.num_layers / self.group_size)

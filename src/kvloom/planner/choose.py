@@ -289,6 +289,12 @@ def when_compression_does_not_help(setting: Setting, base: CacheFormat) -> list[
     """Plain statements where a smaller cache would change little."""
     raw = replace(base, codec=CODEC_CHOICES["raw"], sink_tokens=0, recent_tokens=0)
     said: list[str] = []
+    windowed = [layer.window is not None for layer in setting.architecture.layers]
+    if windowed and all(windowed) and not base.encode_windows:
+        said.append(
+            "every layer is windowed, and windowed layers stay raw unless --encode-windows is given: codecs change "
+            "nothing here"
+        )
     if setting.budget_bytes is not None:
         used = setting.device_bytes(raw, setting.tokens, setting.batch)
         if used <= setting.budget_bytes / 2:

@@ -320,5 +320,5 @@ def _allocators(report: Mapping[str, Any]) -> Section:
             "running",
         ),
         rows=rows,
-        lines=(report["load"],),
+        lines=(report["load"],) if rows else ("not compared: this model's cache does not grow with the context",),
     )
