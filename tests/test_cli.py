@@ -212,13 +212,16 @@ app(sys.argv[1:])
 """
 
 
+def start(command: list[str]) -> subprocess.Popen[str]:
+    root = Path(__file__).parents[1]  # where ``tests`` can be imported from
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
+
+
 @pytest.mark.parametrize("as_json", [False, True])
-def test_serve_from_start_to_ctrl_c(as_json: bool, tmp_path: Path) -> None:
+def test_serve_from_start_to_ctrl_c(as_json: bool) -> None:
     """The report on stdout alone; the pasted curl line answers; Ctrl-C ends with status 0."""
     command = [sys.executable, "-c", SCRIPT, "serve", "--port", "0", "--served-model-name", "it's"]
-    process = subprocess.Popen(
-        command + ["--json"] * as_json, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = start([*command, "--json"] if as_json else command)
     try:
         assert process.stdout is not None
         lines: list[str] = []
@@ -296,9 +299,7 @@ def test_report_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_output_into_a_closed_pipe() -> None:
     """``kvloom … | head`` ends quietly."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "generate", "hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = start([sys.executable, "-c", SCRIPT, "generate", "hi"])
     assert process.stdout is not None
     process.stdout.close()
     _, errors = process.communicate(timeout=60)

@@ -217,6 +217,22 @@ async def test_echo_and_logprobs_score_the_prompt(client: httpx.AsyncClient, eng
     assert logprobs["text_offset"] == [0, 1, 2]
 
 
+async def test_offsets_count_characters(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Tokens that share a character share its offset; the end-of-text token stands with the last."""
+    engine.reply = "aéb"
+    body = {"prompt": "ü!", "echo": True, "logprobs": 0, "max_tokens": 10}
+    (choice,) = (await client.post(PLAIN, json=body)).json()["choices"]
+    assert choice["text"] == "ü!aéb"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3, 3, 4, 4]
+
+
+async def test_token_ids(client: httpx.AsyncClient) -> None:
+    for route, body in ((PLAIN, {"prompt": "a"}), (CHAT, {"messages": HI})):
+        answer = await client.post(route, json={**body, "max_tokens": 2, "return_token_ids": True})
+        assert answer.json()["choices"][0]["token_ids"] == [39, 68]  # "He"
+        assert "token_ids" not in (await client.post(route, json=body)).json()["choices"][0]
+
+
 async def test_echo_of_token_ids(client: httpx.AsyncClient) -> None:
     answer = await client.post(PLAIN, json={"prompt": [[64], [65]], "echo": True, "max_tokens": 1})
     assert [choice["text"] for choice in answer.json()["choices"]] == ["aH", "bH"]

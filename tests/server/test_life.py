@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -29,6 +30,7 @@ def served(load: float, step: float, drain: float) -> Iterator[tuple[subprocess.
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=Path(__file__).parents[2],
     )
     try:
         assert process.stdout is not None

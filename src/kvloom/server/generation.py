@@ -27,11 +27,15 @@ from kvloom.server.metrics import ServerMetrics
 
 @dataclass(slots=True)
 class Delta:
-    """What a choice gained since it was last read."""
+    """What a choice gained since it was last read.
+
+    ``offsets``: per logprob, where its token's text begins in the choice's text.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -52,6 +56,7 @@ class Choice:
         self.last_token_time: float | None = None
         self._stream = stream
         self._pending = Delta()
+        self._num_offsets = 0
 
     @property
     def finished(self) -> bool:
@@ -71,6 +76,7 @@ class Choice:
         self._pending.token_ids.extend(token_ids[:used])
         if output.logprobs is not None:
             self._pending.logprobs.extend(output.logprobs[:used])
+            self._pending.offsets.extend(self._new_offsets(used))
         reason: str | None = output.finish_reason
         if stopped is not None:
             reason, self._pending.stop_reason = "stop", stopped
@@ -84,6 +90,13 @@ class Choice:
         self._pending.text += text
         self.finish_reason = self._pending.finish_reason = reason
         return stopped is not None and output.finish_reason is None
+
+    def _new_offsets(self, used: int) -> list[int]:
+        known = self._stream.text_offsets
+        offsets = known[self._num_offsets : self._num_offsets + used]
+        self._num_offsets += len(offsets)
+        # A stop token has no text of its own: it stands where the last token does.
+        return offsets + (known[-1:] or [0]) * (used - len(offsets))
 
     def take(self) -> Delta:
         """What was gained since the last call."""

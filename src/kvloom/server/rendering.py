@@ -10,10 +10,13 @@ from typing import Any
 
 from kvloom import __version__
 from kvloom.core.messages import TokenLogprob
+from kvloom.core.request import SamplingParams
+from kvloom.engine.text import TextStream
 from kvloom.server.generation import Choice, Delta, Generation
 from kvloom.server.tokenization import Tokenization
 
 Json = dict[str, Any]
+Row = tuple[int, TokenLogprob | None, int]  # token id, its score, where its text begins
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -171,7 +174,6 @@ class CompletionRenderer(Renderer):
     """``text_completion`` and its chunks. ``echo`` holds each prompt's text, by engine request."""
 
     echo: dict[str, str] | None = None
-    _offsets: dict[int, int] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
 
     def whole(self, generation: Generation) -> Json:
@@ -187,39 +189,41 @@ class CompletionRenderer(Renderer):
     def _choice(self, generation: Generation, choice: Choice, delta: Delta) -> Json:
         begins = choice.index not in self._begun
         self._begun.add(choice.index)
-        request_id = choice.request.request_id
-        echoed = self.echo[request_id] if begins and self.echo is not None else ""
-        logprobs = delta.logprobs
-        rows: Sequence[tuple[int, TokenLogprob | None]] = [(one.token_id, one) for one in logprobs]
-        if begins and self.echo is not None and self.logprobs:
-            scored = generation.prompt_logprobs.get(request_id, ())
-            rows = [*zip(choice.request.prompt_token_ids, scored, strict=False), *rows]
+        echoed = self.echo[choice.request.request_id] if self.echo is not None else ""
         document: Json = {
             "index": choice.index,
-            "text": echoed + delta.text,
-            "logprobs": self._logprobs(choice.index, rows) if self.logprobs else None,
+            "text": echoed + delta.text if begins else delta.text,
+            "logprobs": None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if self.logprobs:
+            rows: list[Row] = [
+                (one.token_id, one, len(echoed) + offset)
+                for one, offset in zip(delta.logprobs, delta.offsets, strict=True)
+            ]
+            if begins and self.echo is not None:
+                rows = [*self._prompt_rows(generation, choice), *rows]
+            document["logprobs"] = self._logprobs(rows)
         self._add_token_ids(document, delta)
         prompt_logprobs = self._prompt_logprobs(generation, choice) if begins else None
         if prompt_logprobs is not None:
             document["prompt_logprobs"] = prompt_logprobs
         return document
 
-    def _logprobs(self, index: int, rows: Sequence[tuple[int, TokenLogprob | None]]) -> Json:
-        texts = [self.tokenization.token(token_id).text for token_id, _ in rows]
-        offsets = []
-        offset = self._offsets.get(index, 0)
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
+    def _prompt_rows(self, generation: Generation, choice: Choice) -> list[Row]:
+        request = choice.request
+        stream = TextStream(self.tokenization.tokenizer, SamplingParams(logprobs=0), ())
+        stream.push(request.prompt_token_ids)
+        scored = generation.prompt_logprobs[request.request_id]
+        return list(zip(request.prompt_token_ids, scored, stream.text_offsets, strict=True))
+
+    def _logprobs(self, rows: Sequence[Row]) -> Json:
         return {
-            "tokens": texts,
-            "token_logprobs": [None if one is None else _number(one.logprob) for _, one in rows],
-            "top_logprobs": [None if one is None else self._top(one) for _, one in rows],
-            "text_offset": offsets,
+            "tokens": [self.tokenization.token(token_id).text for token_id, _, _ in rows],
+            "token_logprobs": [None if one is None else _number(one.logprob) for _, one, _ in rows],
+            "top_logprobs": [None if one is None else self._top(one) for _, one, _ in rows],
+            "text_offset": [offset for _, _, offset in rows],
         }
 
     def _top(self, one: TokenLogprob) -> Json:
