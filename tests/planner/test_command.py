@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,18 +193,15 @@ def test_list_models() -> None:
 
 
 def test_no_torch_and_under_two_seconds() -> None:
-    """A fresh interpreter; best of three, since other processes share the machine."""
+    """A fresh interpreter. Processor seconds are counted: other processes share the machine, and all of
+    the work is on one thread, so that on an idle machine they are the seconds that a user waits."""
     script = (
         "import sys; from kvloom.planner.plan import answer; from kvloom.planner.question import Question;"
         "import kvloom.planner.command;"
         "answer(Question(model='llama-3-70b', context=8192, device='h200:8', situation='throughput'));"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", script], check=True)
-        times.append(time.perf_counter() - start)
-        if times[-1] < 2:
-            break
-    assert min(times) < 2
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", script], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
