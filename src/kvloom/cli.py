@@ -26,6 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if sys.stdout.isatty() else None,  # boxes for people, plain text in a pipe, and quicker
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 

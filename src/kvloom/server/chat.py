@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,25 +16,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 # Replies of servers carry these; clients send them back with the history.
 ECHOED_FIELDS = frozenset({"refusal", "annotations", "audio", "function_call", "reasoning"})
-RESERVED_KWARGS = frozenset(
-    {
-        "conversation",
-        "messages",
-        "documents",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    }
-)
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -151,7 +133,10 @@ def render_chat(
             param="messages",
             code="no_chat_template",
         )
-    reserved = sorted(RESERVED_KWARGS & set(template_kwargs or ()))
+    # Variables for the template, not switches of the function that renders it.
+    reserved = sorted(
+        {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} & set(template_kwargs or ())
+    )
     if reserved:
         raise RequestError(
             f"chat_template_kwargs may not set {reserved[0]!r}", param=f"chat_template_kwargs.{reserved[0]}"
