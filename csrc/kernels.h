@@ -21,16 +21,17 @@ void chunk_scores(const ChunkArgs& args) {
         const int from = args.first > start ? (args.first - start) / grain * grain : 0;
         int to = args.end - start;
         to = to < size ? (to + grain - 1) / grain * grain : size;
-        const auto* keys = reinterpret_cast<const typename T::B*>(block[0] + format.k_offset);
         Operands o;
         o.a = args.q;
-        o.b = keys + from * T::P;
-        o.c = args.scores + start + from;
+        o.block = block;
+        o.blocks = 1;
+        o.b_offset = format.k_offset + from * T::P * static_cast<ptrdiff_t>(sizeof(typename T::B));
         o.b_stride = static_cast<ptrdiff_t>(size) * T::P;
-        o.c_stride = kLda;
         o.steps = format.k_dim / T::P;
+        o.c = args.scores + start + from;
+        o.c_stride = kLda;
         o.accumulate = false;
-        o.ahead = block[1] != nullptr ? block[1] - block[0] : 0;
+        o.prefetch = true;
         product<T>(args.rows, to - from, o);
     }
 }
@@ -45,42 +46,55 @@ void chunk_outputs(const ChunkArgs& args) {
                                                   : reinterpret_cast<const typename T::A*>(args.scores);
     const unsigned char* const* block = args.blocks;
     typename T::B lone[kMaxDim * T::P];
+    const unsigned char* const lone_block[] = {reinterpret_cast<const unsigned char*>(lone), nullptr};
+    // Where several groups of rows read the values, or one tile is as wide as they are, a tile goes
+    // through all blocks with its sums in registers. Else block by block, so that memory is read in order.
+    const bool through = args.rows > T::kRows2 || (args.rows <= T::kRows4 && dim <= 4 * Vec::W);
 
     Operands o;
     o.c = args.out;
     o.c_stride = args.out_stride;
     o.b_stride = static_cast<ptrdiff_t>(dim) * T::P;
     o.accumulate = false;
-    const auto run = [&](int token, const typename T::B* rows, int steps, ptrdiff_t ahead) {
+    o.prefetch = true;
+    const auto run = [&](int token, const unsigned char* const* list, int blocks, ptrdiff_t offset, int steps) {
         o.a = weights + token;
-        o.b = rows;
+        o.block = list;
+        o.blocks = blocks;
+        o.b_offset = offset;
         o.steps = steps;
-        o.ahead = ahead;
         product<T>(args.rows, dim, o);
         o.accumulate = true;
     };
-    for (int start = args.first / size * size; start < args.end; start += size, ++block) {
-        const auto* values = reinterpret_cast<const typename T::B*>(block[0] + format.v_offset);
-        const ptrdiff_t ahead = block[1] != nullptr ? block[1] - block[0] : 0;
+    for (int start = args.first / size * size; start < args.end;) {
         int from = args.first > start ? args.first : start;
         const int to = args.end < start + size ? args.end : start + size;
-        if constexpr (T::P == 1) {
-            run(from, values + static_cast<ptrdiff_t>(from - start) * dim, to - from, ahead);
-        } else {
-            // A pair of which one token is not visible is read through a copy with a zero in its place.
-            const auto single = [&](int token) {
-                const auto* pair = values + static_cast<ptrdiff_t>((token - start) / 2) * dim * 2;
-                const int keep = token & 1;
-                for (int d = 0; d < dim; ++d) {
-                    lone[2 * d + keep] = pair[2 * d + keep];
-                    lone[2 * d + 1 - keep] = 0;
-                }
-                run(token & ~1, lone, 1, 0);
-            };
-            if (from & 1) single(from++);
-            if (to - from >= 2) run(from, values + static_cast<ptrdiff_t>((from - start) / 2) * dim * 2, (to - from) / 2, ahead);
-            if (((to - from) & 1) && from < to) single(to - 1);
+        if (to - from == size) {
+            const int blocks = through ? (args.end - start) / size : 1;
+            run(start, block, blocks, format.v_offset, size / T::P);
+            start += blocks * size;
+            block += blocks;
+            continue;
         }
+        const auto offset = [&](int token) {  // of the row of values that holds the token
+            return format.v_offset + static_cast<ptrdiff_t>((token - start) / T::P) * dim * T::P *
+                                         static_cast<ptrdiff_t>(sizeof(typename T::B));
+        };
+        // A pair of which one token is not visible is read through a copy with a zero in its place.
+        const auto single = [&](int token) {
+            const auto* pair = reinterpret_cast<const typename T::B*>(block[0] + offset(token));
+            const int keep = token % T::P;
+            for (int d = 0; d < dim; ++d) {
+                for (int p = 0; p < T::P; ++p) lone[T::P * d + p] = p == keep ? pair[T::P * d + p] : 0;
+            }
+            run(token - keep, lone_block, 1, 0, 1);
+        };
+        if (from % T::P != 0) single(from++);
+        const int steps = (to - from) / T::P;
+        if (steps > 0) run(from, block, 1, offset(from), steps);
+        if (from + steps * T::P < to) single(to - 1);
+        start += size;
+        ++block;
     }
 }
 

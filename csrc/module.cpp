@@ -41,11 +41,11 @@ T* address(uintptr_t value) {
     return reinterpret_cast<T*>(value);
 }
 
-Batch make_batch(uintptr_t arena, int64_t arena_bytes, int64_t layer_offset, uintptr_t tables, int64_t table_stride,
-                 int64_t max_blocks, uintptr_t query_start, uintptr_t first_position, int sequences) {
-    return {address<unsigned char>(arena), arena_bytes,    layer_offset,
-            address<const int64_t>(tables), table_stride,  max_blocks,
-            address<const int32_t>(query_start), address<const int32_t>(first_position), sequences};
+Batch make_batch(uintptr_t arena, int64_t arena_bytes, uintptr_t tables, int64_t table_stride, int64_t max_blocks,
+                 uintptr_t query_start, uintptr_t first_position, int sequences) {
+    return {address<unsigned char>(arena),       arena_bytes,  0, address<const int64_t>(tables),
+            table_stride,                        max_blocks,   address<const int32_t>(query_start),
+            address<const int32_t>(first_position), sequences};
 }
 
 class Kernels {
@@ -53,14 +53,15 @@ public:
     Kernels(const std::string& variant, int num_threads, uintptr_t gomp_parallel)
         : table_(find_kernels(variant)), parallel_(num_threads, gomp_parallel) {}
 
-    void write(const Format& format, const Batch& batch, uintptr_t k, int k_dtype, int64_t k_token_stride,
+    void write(const Format& format, Batch batch, int64_t layer_offset, uintptr_t k, int k_dtype, int64_t k_token_stride,
                int64_t k_head_stride, uintptr_t v, int v_dtype, int64_t v_token_stride, int64_t v_head_stride) const {
         const Rows keys{address<const void>(k), static_cast<DType>(k_dtype), k_token_stride, k_head_stride};
         const Rows values{address<const void>(v), static_cast<DType>(v_dtype), v_token_stride, v_head_stride};
+        batch.layer_offset = layer_offset;
         kvloom::write(format, batch, keys, values, parallel_);
     }
 
-    void attend(const Format& format, const Batch& batch, uintptr_t q, int q_dtype, int64_t q_token_stride,
+    void attend(const Format& format, Batch batch, int64_t layer_offset, uintptr_t q, int q_dtype, int64_t q_token_stride,
                 int64_t q_head_stride, int query_heads, uintptr_t out, int out_dtype, uintptr_t lse, float scale,
                 float softcap, uintptr_t sinks, int64_t window, int64_t first_block, int64_t end_block,
                 int64_t min_lag, int64_t max_lag) const {
@@ -77,6 +78,7 @@ public:
         attention.softcap = softcap;
         attention.sinks = address<const float>(sinks);
         attention.keys = {window, first_block, end_block, min_lag, max_lag};
+        batch.layer_offset = layer_offset;
         kvloom::attend(table_, format, batch, attention, parallel_);
     }
 
@@ -102,12 +104,12 @@ NB_MODULE(_cpu, m) {
                                    k_offset, v_offset, block_bytes, layer_bytes};
              });
     nb::class_<Batch>(m, "Batch", "Arena, block table and query tokens of one call, by address.")
-        .def("__init__", [](Batch* self, uintptr_t arena, int64_t arena_bytes, int64_t layer_offset, uintptr_t tables,
-                            int64_t table_stride, int64_t max_blocks, uintptr_t query_start, uintptr_t first_position,
-                            int sequences) {
-            new (self) Batch(make_batch(arena, arena_bytes, layer_offset, tables, table_stride, max_blocks, query_start,
-                                        first_position, sequences));
-        });
+        .def("__init__",
+             [](Batch* self, uintptr_t arena, int64_t arena_bytes, uintptr_t tables, int64_t table_stride,
+                int64_t max_blocks, uintptr_t query_start, uintptr_t first_position, int sequences) {
+                 new (self) Batch(make_batch(arena, arena_bytes, tables, table_stride, max_blocks, query_start,
+                                             first_position, sequences));
+             });
     nb::class_<Kernels>(m, "Kernels", "The kernels of one variant with its threads. Calls release the GIL.")
         .def(nb::init<const std::string&, int, uintptr_t>())
         .def("write", &Kernels::write, nb::call_guard<nb::gil_scoped_release>())

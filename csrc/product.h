@@ -12,25 +12,25 @@ namespace kvloom::KVLOOM_ISA {
 
 // Storage types: A is the type of queries and weights, P the elements that a step takes. V repeats
 // Vec as a name that depends on the template, since not every Vec has every operation.
-struct F32 {
+struct F32 : Vec::Rows {
     using V = Vec;
     using A = float;
     using B = float;
     static constexpr int P = 1;
 };
-struct F16 {
+struct F16 : Vec::Rows {
     using V = Vec;
     using A = float;
     using B = uint16_t;
     static constexpr int P = 1;
 };
-struct BF16 {
+struct BF16 : Vec::RowsOfPairs {
     using V = Vec;
     using A = float;
     using B = uint16_t;
     static constexpr int P = 2;
 };
-struct BF16Dot {
+struct BF16Dot : Vec::Rows {
     using V = Vec;
     using A = uint16_t;
     using B = uint16_t;
@@ -46,17 +46,20 @@ struct Same<X, X> {
     static constexpr bool value = true;
 };
 
-// Rows of C and B of one product. `ahead` is the distance in bytes from B to the plane that will
-// be read next (0: none); each step prefetches there what it reads here.
+// B is one plane of `blocks` blocks, `steps` rows of each from `b_offset` bytes after the block's start;
+// A goes on from block to block. The blocks' list has one entry more, the block that will be read next,
+// or null. With `prefetch`, each step fetches from the next block what it reads from this.
 struct Operands {
     const void* a;
-    const void* b;
-    float* c;
+    const unsigned char* const* block;
+    int blocks;
+    ptrdiff_t b_offset;
     ptrdiff_t b_stride;  // elements from one step's row of B to the next
-    ptrdiff_t c_stride;
     int steps;
+    float* c;
+    ptrdiff_t c_stride;
     bool accumulate;
-    ptrdiff_t ahead;
+    bool prefetch;
 };
 
 // ROWS x VECS vectors of C in registers; HALF: one vector of which only the lower half counts.
@@ -66,9 +69,8 @@ void product_tile(const Operands& o, int row, int column) {
     using F = typename V::F;
     constexpr int W = V::W;
     const auto* a = static_cast<const typename T::A*>(o.a) + static_cast<ptrdiff_t>(row) * kLda;
-    const auto* b = static_cast<const typename T::B*>(o.b) + static_cast<ptrdiff_t>(column) * T::P;
     float* c = o.c + row * o.c_stride + column;
-    const ptrdiff_t ahead = o.ahead, b_stride = o.b_stride;
+    const ptrdiff_t b_stride = o.b_stride;
     const int steps = o.steps;
 
     F acc[ROWS][VECS];
@@ -85,56 +87,76 @@ void product_tile(const Operands& o, int row, int column) {
             }
         }
     }
-    for (int s = 0; s < steps; ++s, a += T::P, b += b_stride) {
-        if (ahead != 0) {
-            constexpr int bytes = (HALF ? W / 2 : VECS * W) * T::P * static_cast<int>(sizeof(typename T::B));
-            const char* next = reinterpret_cast<const char*>(b) + ahead;
+    for (int block = 0; block < o.blocks; ++block) {
+        const unsigned char* start = o.block[block];
+        const unsigned char* next_start = o.block[block + 1];
+        const ptrdiff_t ahead = o.prefetch && next_start != nullptr ? next_start - start : 0;
+        const auto* b = reinterpret_cast<const typename T::B*>(start + o.b_offset) + column * T::P;
+        for (int s = 0; s < steps; ++s, a += T::P, b += b_stride) {
+            if (ahead != 0) {
+                constexpr int bytes = (HALF ? W / 2 : VECS * W) * T::P * static_cast<int>(sizeof(typename T::B));
+                const char* next = reinterpret_cast<const char*>(b) + ahead;
 #pragma GCC unroll 8
-            for (int at = 0; at < bytes; at += 64) __builtin_prefetch(next + at);
-        }
-        if constexpr (Same<T, BF16Dot>::value) {
-            typename V::I x[VECS];
-#pragma GCC unroll 4
-            for (int v = 0; v < VECS; ++v) {
-                if constexpr (HALF) {
-                    x[v] = V::load_bits_half(b);
-                } else {
-                    x[v] = V::load_bits(b + v * W * 2);
-                }
+                for (int at = 0; at < bytes; at += 64) __builtin_prefetch(next + at);
             }
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) {
-                uint32_t pair;
-                __builtin_memcpy(&pair, a + r * kLda, 4);
-#pragma GCC unroll 4
-                for (int v = 0; v < VECS; ++v) acc[r][v] = V::dot(acc[r][v], pair, x[v]);
-            }
-        } else {
-#pragma GCC unroll 2
-            for (int part = 0; part < T::P; ++part) {
-                F x[VECS];
+            if constexpr (Same<T, BF16Dot>::value) {
+                typename V::I x[VECS];
 #pragma GCC unroll 4
                 for (int v = 0; v < VECS; ++v) {
-                    const auto* at = b + v * W * T::P;
-                    if constexpr (Same<T, BF16>::value && HALF) {
-                        x[v] = part == 0 ? V::bf16_first_half(at) : V::bf16_second_half(at);
-                    } else if constexpr (Same<T, BF16>::value) {
-                        x[v] = part == 0 ? V::bf16_first(at) : V::bf16_second(at);
-                    } else if constexpr (Same<T, F16>::value && HALF) {
-                        x[v] = V::load_f16_half(at);
-                    } else if constexpr (Same<T, F16>::value) {
-                        x[v] = V::load_f16(at);
-                    } else if constexpr (HALF) {
-                        x[v] = V::load_half(at);
+                    if constexpr (HALF) {
+                        x[v] = V::load_bits_half(b);
                     } else {
-                        x[v] = V::load(at);
+                        x[v] = V::load_bits(b + v * W * 2);
                     }
+                    V::keep(x[v]);
                 }
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; ++r) {
-                    const F factor = V::set1(a[r * kLda + part]);
+                    uint32_t pair;
+                    __builtin_memcpy(&pair, a + r * kLda, 4);
 #pragma GCC unroll 4
-                    for (int v = 0; v < VECS; ++v) acc[r][v] = V::fma(factor, x[v], acc[r][v]);
+                    for (int v = 0; v < VECS; ++v) acc[r][v] = V::dot(acc[r][v], pair, x[v]);
+                }
+            } else {
+                // Wide tiles keep the rows' factors in registers, tall ones the vectors of B.
+                constexpr bool wide = VECS == 4;
+#pragma GCC unroll 2
+                for (int part = 0; part < T::P; ++part) {
+                    F x[VECS], factor[ROWS];
+#pragma GCC unroll 16
+                    for (int r = 0; r < ROWS; ++r) {
+                        if constexpr (wide) factor[r] = V::set1(a[r * kLda + part]);
+                    }
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECS; ++v) {
+                        const auto* at = b + v * W * T::P;
+                        // Load pairs again for their second half: keeping them would spill accumulators.
+                        if (part == 1) asm("" : "+r"(at));
+                        if constexpr (Same<T, BF16>::value && HALF) {
+                            x[v] = part == 0 ? V::bf16_first_half(at) : V::bf16_second_half(at);
+                        } else if constexpr (Same<T, BF16>::value) {
+                            x[v] = part == 0 ? V::bf16_first(at) : V::bf16_second(at);
+                        } else if constexpr (Same<T, F16>::value && HALF) {
+                            x[v] = V::load_f16_half(at);
+                        } else if constexpr (Same<T, F16>::value) {
+                            x[v] = V::load_f16(at);
+                        } else if constexpr (HALF) {
+                            x[v] = V::load_half(at);
+                        } else {
+                            x[v] = V::load(at);
+                        }
+#pragma GCC unroll 16
+                        for (int r = 0; r < ROWS; ++r) {
+                            if constexpr (wide) acc[r][v] = V::fma(factor[r], x[v], acc[r][v]);
+                        }
+                    }
+#pragma GCC unroll 16
+                    for (int r = 0; r < ROWS; ++r) {
+                        if constexpr (wide) continue;
+                        factor[r] = V::set1(a[r * kLda + part]);
+#pragma GCC unroll 4
+                        for (int v = 0; v < VECS; ++v) acc[r][v] = V::fma(factor[r], x[v], acc[r][v]);
+                    }
                 }
             }
         }
@@ -172,21 +194,21 @@ using Tiles = typename MakeTiles<T, VECS, HALF, MAX>::Table;
 template <class T>
 void product(int rows, int columns, Operands o) {
     constexpr int W = Vec::W;
-    constexpr int most = Vec::kRows2;
+    constexpr int most = T::kRows2;
     const int groups = (rows + most - 1) / most;
     for (int g = 0, row = 0; g < groups; ++g) {
         const int count = (rows - row) / (groups - g);  // groups of nearly equal size
         int column = 0;
-        if (count <= Vec::kRows4) {
-            for (; column + 4 * W <= columns; column += 4 * W) Tiles<T, 4, false, Vec::kRows4>::by_rows[count](o, row, column);
+        if (count <= T::kRows4) {
+            for (; column + 4 * W <= columns; column += 4 * W) Tiles<T, 4, false, T::kRows4>::by_rows[count](o, row, column);
         }
-        for (; column + 2 * W <= columns; column += 2 * W) Tiles<T, 2, false, Vec::kRows2>::by_rows[count](o, row, column);
-        for (; column + W <= columns; column += W) Tiles<T, 1, false, Vec::kRows1>::by_rows[count](o, row, column);
+        for (; column + 2 * W <= columns; column += 2 * W) Tiles<T, 2, false, T::kRows2>::by_rows[count](o, row, column);
+        for (; column + W <= columns; column += W) Tiles<T, 1, false, T::kRows1>::by_rows[count](o, row, column);
         if constexpr (W > 8) {
-            if (column < columns) Tiles<T, 1, true, Vec::kRows1>::by_rows[count](o, row, column);
+            if (column < columns) Tiles<T, 1, true, T::kRows1>::by_rows[count](o, row, column);
         }
         row += count;
-        o.ahead = 0;  // the first group has brought it
+        o.prefetch = false;  // the first group has brought it
     }
 }
 

@@ -14,7 +14,12 @@ struct Vec {
 
     static constexpr int W = 8;
     static constexpr bool kDot = false;
-    static constexpr int kRows4 = 2, kRows2 = 6, kRows1 = 6;
+    struct Rows {
+        static constexpr int kRows4 = 3, kRows2 = 6, kRows1 = 6;
+    };
+    struct RowsOfPairs {  // splitting pairs takes registers
+        static constexpr int kRows4 = 2, kRows2 = 5, kRows1 = 6;
+    };
 
     static F zero() { return _mm256_setzero_ps(); }
     static F set1(float x) { return _mm256_set1_ps(x); }

@@ -17,7 +17,12 @@ struct Vec {
     using M = __mmask16;
 
     static constexpr int W = 16;
-    static constexpr int kRows4 = 6, kRows2 = 12, kRows1 = 12;
+    struct Rows {
+        static constexpr int kRows4 = 6, kRows2 = 12, kRows1 = 12;
+    };
+    struct RowsOfPairs {  // splitting pairs takes a register
+        static constexpr int kRows4 = 5, kRows2 = 12, kRows1 = 12;
+    };
 
     static F zero() { return _mm512_setzero_ps(); }
     static F set1(float x) { return _mm512_set1_ps(x); }
@@ -80,6 +85,9 @@ struct Vec {
 
 #ifdef KVLOOM_DOT
     static constexpr bool kDot = true;
+
+    // Keeps x in its register: GCC would load it again for every row.
+    static void keep(I& x) { asm("" : "+v"(x)); }
 
     // acc + first*first + second*second over bf16 pairs.
     static F dot(F acc, uint32_t pair, I pairs) {

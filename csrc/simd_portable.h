@@ -15,7 +15,10 @@ struct Vec {
     static constexpr int W = 4;
     static constexpr bool kDot = false;
     // Most rows of a register tile that is 4, 2 or 1 vectors wide.
-    static constexpr int kRows4 = 2, kRows2 = 4, kRows1 = 4;
+    struct Rows {
+        static constexpr int kRows4 = 2, kRows2 = 4, kRows1 = 4;
+    };
+    using RowsOfPairs = Rows;
 
     static F zero() { return F{}; }
     static F set1(float x) { return F{x, x, x, x}; }

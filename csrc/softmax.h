@@ -8,21 +8,19 @@ namespace kvloom::KVLOOM_ISA {
 static constexpr float kLog2e = 1.44269504088896341f;
 static constexpr float kLn2 = 0.693147180559945309f;
 
-// 2^x for x <= 0; 0 below 2^-125. Minimax polynomial in x - n, n = x rounded, relative error 2e-9 before rounding.
+// 2^x for x <= 0; 0 below 2^-126. Minimax polynomial in x - n, n = x rounded: relative error 1e-7.
 static inline Vec::F exp2_vec(Vec::F x) {
-    const Vec::M tiny = Vec::lt(x, Vec::set1(-125.0f));
-    x = Vec::max(x, Vec::set1(-125.0f));
+    x = Vec::max(x, Vec::set1(-127.0f));  // where pow2_shifted gives 0
     // Adding 1.5 * 2^23 rounds to an integer n and leaves it in the lowest bits, where pow2_shifted takes it.
     const Vec::F shifted = Vec::add(x, Vec::set1(12582912.0f));
     const Vec::F f = Vec::sub(x, Vec::sub(shifted, Vec::set1(12582912.0f)));
-    Vec::F p = Vec::set1(1.547581292e-04f);
-    p = Vec::fma(p, f, Vec::set1(1.340028632e-03f));
-    p = Vec::fma(p, f, Vec::set1(9.618005736e-03f));
-    p = Vec::fma(p, f, Vec::set1(5.550327731e-02f));
-    p = Vec::fma(p, f, Vec::set1(2.402265133e-01f));
-    p = Vec::fma(p, f, Vec::set1(6.931472063e-01f));
+    Vec::F p = Vec::set1(1.340725310e-03f);
+    p = Vec::fma(p, f, Vec::set1(9.671874215e-03f));
+    p = Vec::fma(p, f, Vec::set1(5.550308382e-02f));
+    p = Vec::fma(p, f, Vec::set1(2.402223464e-01f));
+    p = Vec::fma(p, f, Vec::set1(6.931472149e-01f));
     p = Vec::fma(p, f, Vec::set1(1.0f));
-    return Vec::select(tiny, Vec::zero(), Vec::mul(p, Vec::pow2_shifted(shifted)));
+    return Vec::mul(p, Vec::pow2_shifted(shifted));
 }
 
 static inline float exp2_one(float x) {
@@ -59,25 +57,36 @@ void softmax_row(const ChunkArgs& args, int row, int begin, int end) {
                                              : reinterpret_cast<typename T::A*>(args.scores)) +
                     static_cast<ptrdiff_t>(row) * kLda;
     const int low = args.low[row], high = args.high[row];
-    const Vec::F scale = Vec::set1(args.scale);
-
-    Vec::F top = Vec::set1(minus_infinity);
+    const bool any = low < high;
     const int from = low / W * W, to = high < end ? high : end;  // vectors with a visible token
+
+    // logit = score * scale, of which the largest is largest score * scale; with a softcap, and
+    // where that does not hold, the scores are replaced by logits first.
+    float scale = args.scale;
+    if (args.softcap > 0.0f || !(scale > 0.0f)) {
+        for (int t = from; t < to; t += W) {
+            Vec::F x = Vec::mul(Vec::load(scores + t), Vec::set1(scale));
+            if (args.softcap > 0.0f) x = Vec::mul(tanh_vec(x), Vec::set1(args.softcap * kLog2e));
+            Vec::store(scores + t, x);
+        }
+        scale = 1.0f;
+    }
+    Vec::F top = Vec::set1(minus_infinity);
     for (int t = from; t < to; t += W) {
-        Vec::F x = Vec::mul(Vec::load(scores + t), scale);
-        if (args.softcap > 0.0f) x = Vec::mul(tanh_vec(x), Vec::set1(args.softcap * kLog2e));
-        if (t < low || t + W > high) x = Vec::select(Vec::range(t, low, high), x, Vec::set1(minus_infinity));
-        Vec::store(scores + t, x);
+        Vec::F x = Vec::load(scores + t);
+        if (t < low || t + W > high) {
+            x = Vec::select(Vec::range(t, low, high), x, Vec::set1(minus_infinity));
+            Vec::store(scores + t, x);
+        }
         top = Vec::max(top, x);
     }
-    const bool any = low < high;
-    const float most = any ? Vec::reduce_max(top) : minus_infinity;
-    top = Vec::set1(most);
+    const float most = any ? Vec::reduce_max(top) * scale : minus_infinity;
+    const Vec::F factor = Vec::set1(scale), minus_top = Vec::set1(-most);
 
     Vec::F sum = Vec::zero();
     for (int t = begin; t < end; t += W) {
         Vec::F p = Vec::zero();
-        if (any && t >= from && t < to) p = exp2_vec(Vec::sub(Vec::load(scores + t), top));
+        if (any && t >= from && t < to) p = exp2_vec(Vec::fma(Vec::load(scores + t), factor, minus_top));
         if constexpr (Same<T, BF16Dot>::value) {
             p = T::V::store_bf16(weights + t, p);  // the sum is of what V is multiplied with
         } else {

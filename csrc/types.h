@@ -27,7 +27,7 @@ constexpr int kMinDim = 16;
 constexpr int kMaxDim = 256;
 
 // Query rows (token, query head of the group) that share one reading of the keys.
-constexpr int kMaxRows = 72;
+constexpr int kMaxRows = 60;
 
 struct Format {
     DType dtype;

@@ -26,6 +26,8 @@ ISA_VARIABLE = "KVLOOM_CPU_ISA"
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/types.h
 _OWN_POOL = 0
+_KEPT_BATCHES = 4  # a step has one per layer group
+_Shared = tuple[torch.Tensor, torch.Tensor, QueryBatch]
 
 
 def make(*, deterministic: bool, num_threads: int) -> CpuBackend:
@@ -100,6 +102,8 @@ class CpuBackend:
         self._reference = ReferenceBackend(deterministic=deterministic)
         # By identity: hashing a format takes longer than a small call. The format is kept, so its id stays its own.
         self._formats: dict[tuple[int, int], tuple[BlockFormat, str | None, _cpu.Format | None]] = {}
+        # The same for what all layers of a step share.
+        self._batches: dict[tuple[int, int, int], tuple[_Shared, _cpu.Batch]] = {}
 
     def plane_order(self, plane: str, dtype: torch.dtype, dim: int, block_size: int) -> tuple[Order, int]:
         """K channel-major and V token-major, bf16 in pairs: the same on every CPU, so bytes can move."""
@@ -128,7 +132,7 @@ class CpuBackend:
             for plane, rows in zip(fmt.planes, values, strict=True)
         )
         self._kernels.write(
-            native, _batch(arena, layer_offset, tables, batch),
+            native, self._batch(arena, tables, batch), layer_offset,
             k.data_ptr(), _DTYPES[k.dtype], k.stride(0), k.stride(1),
             v.data_ptr(), _DTYPES[v.dtype], v.stride(0), v.stride(1),
         )  # fmt: skip
@@ -167,7 +171,7 @@ class CpuBackend:
                 raise ValueError(f"sinks are {tuple(sinks.shape)}; expected ({num_query_heads},)")
             sinks = sinks.to(torch.float32).contiguous()
         self._kernels.attend(
-            native, _batch(arena, layer_offset, tables, batch),
+            native, self._batch(arena, tables, batch), layer_offset,
             q.data_ptr(), _DTYPES[q.dtype], q.stride(0), q.stride(1), num_query_heads,
             out.data_ptr(), _DTYPES[out.dtype], 0 if lse is None else lse.data_ptr(),
             scale, softcap or 0.0, 0 if sinks is None else sinks.data_ptr(),
@@ -192,6 +196,16 @@ class CpuBackend:
                 )  # fmt: skip
             found = self._formats[key] = (fmt, reason, native)
         return found[1], found[2]
+
+    def _batch(self, arena: torch.Tensor, tables: torch.Tensor, batch: QueryBatch) -> _cpu.Batch:
+        key = (id(arena), id(tables), id(batch))
+        found = self._batches.get(key)
+        if found is None:
+            found = ((arena, tables, batch), _make_batch(arena, tables, batch))
+            if len(self._batches) >= _KEPT_BATCHES:
+                self._batches = {}
+            self._batches[key] = found
+        return found[1]
 
     def _reason(self, fmt: BlockFormat, num_query_heads: int) -> str | None:
         names = tuple(plane.name for plane in fmt.planes)
@@ -229,7 +243,7 @@ def _rows(rows: torch.Tensor, num_tokens: int, num_heads: int, dim: int) -> torc
     return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
-def _batch(arena: torch.Tensor, layer_offset: int, tables: torch.Tensor, batch: QueryBatch) -> _cpu.Batch:
+def _make_batch(arena: torch.Tensor, tables: torch.Tensor, batch: QueryBatch) -> _cpu.Batch:
     """Addresses of a call's arena, tables and host arrays; the caller keeps these alive."""
     if tables.dtype != torch.int64 or arena.dtype != torch.uint8 or tables.shape[0] != batch.num_sequences:
         raise ValueError(
@@ -239,7 +253,7 @@ def _batch(arena: torch.Tensor, layer_offset: int, tables: torch.Tensor, batch: 
     if tables.stride(1) != 1 and tables.shape[1] > 1:
         raise ValueError("a sequence's row of the block table must be contiguous")
     return _cpu.Batch(
-        arena.data_ptr(), arena.numel(), layer_offset,
+        arena.data_ptr(), arena.numel(),
         tables.data_ptr(), tables.stride(0), tables.shape[1],
         batch.query_start_host.ctypes.data, batch.first_position_host.ctypes.data, batch.num_sequences,
     )  # fmt: skip

@@ -1,0 +1,238 @@
+"""Decode and prefill attention against torch and against the machine's bounds.
+
+    python bench/attention.py [--json] [--rounds N] [--only decode|prefill] [--isa NAME]
+
+Measures, in this order: read bandwidth (all threads), matrix peak (fp32 and bf16 products of torch), then per cell
+ours and torch's sdpa on contiguous tensors, interleaved over several rounds; each figure is the median of the
+rounds. A decode cell is one pass over all layers of the model. The bound of a cell is
+max(bytes / bandwidth, operations / matrix peak), with the better of the two measured peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import mmap
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from kvloom.core.sizes import span_geometry
+from kvloom.core.layout import LayerSpec, group_layers
+from kvloom.kernels.cpu import CpuBackend
+from kvloom.kernels.ops import BlockFormat, PlaneFormat, QueryBatch
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    dim: int
+    window: int | None = None
+
+
+SMOLLM2 = Shape("SmolLM2-135M", 30, 9, 3, 64)
+GEMMA3 = Shape("Gemma3-270M full", 3, 4, 1, 256)
+GEMMA3_WINDOW = Shape("Gemma3-270M window", 15, 4, 1, 256, 512)
+DECODE = ((1, 512), (1, 4096), (8, 512), (8, 4096))
+PREFILL = (512, 1024, 2048, 4096)
+CHUNK = 512
+
+
+@dataclass
+class Cell:
+    name: str
+    ours_ms: float
+    torch_ms: float
+    bound_ms: float
+    gb: float
+    gflop: float
+
+
+def huge_tensor(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] on huge pages where the system gives them, as the engine's arena is."""
+    memory = mmap.mmap(-1, num_bytes + (2 << 20))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+
+
+def measure(functions: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """Median milliseconds of each function, called in turn."""
+    times: list[list[float]] = [[] for _ in functions]
+    for turn in range(rounds + 1):
+        for series, function in zip(times, functions, strict=True):
+            start = time.perf_counter()
+            function()
+            if turn:  # the first turn warms up
+                series.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(series) for series in times]
+
+
+def read_bandwidth(rounds: int) -> float:
+    """GB/s at which all threads together read memory."""
+    data = huge_tensor(1 << 30)
+    data.fill_(1)
+    words = data.view(torch.int64)
+    return words.numel() * 8 / measure([lambda: words.sum()], rounds)[0] / 1e6
+
+
+def matrix_peak(dtype: torch.dtype, rounds: int) -> float:
+    """GFLOP/s of torch's matrix product."""
+    a, b = (torch.randn(1024, 1024).to(dtype) for _ in range(2))
+    return 2 * 1024**3 / measure([lambda: a @ b], rounds * 3)[0] / 1e6
+
+
+class Cache:
+    """``sequences`` of ``tokens`` in paged spans of all layers, in scattered order, and a plain copy of one layer."""
+
+    def __init__(self, backend: CpuBackend, shape: Shape, sequences: int, tokens: int, dtype: torch.dtype) -> None:
+        name = str(dtype).removeprefix("torch.")
+        spec = LayerSpec.kv(num_heads=shape.kv_heads, k_dim=shape.dim)
+        group = group_layers([spec] * shape.layers).groups[0]
+        span = span_geometry(group, BLOCK_SIZE, {"k": name, "v": name})
+        planes = []
+        for plane in span.planes:
+            order, pack = backend.plane_order(plane.name, dtype, plane.dim, BLOCK_SIZE)
+            planes.append(
+                PlaneFormat(name=plane.name, dim=plane.dim, dtype=dtype, offset=plane.offset, order=order, pack=pack)
+            )
+        self.fmt = BlockFormat(
+            block_size=BLOCK_SIZE,
+            num_heads=shape.kv_heads,
+            block_bytes=span.block_bytes,
+            layer_bytes=span.layer_bytes,
+            planes=tuple(planes),
+        )
+        blocks = -(-tokens // BLOCK_SIZE)
+        self.arena = huge_tensor(sequences * blocks * span.span_bytes)
+        self.arena.view(dtype).fill_(0.5)
+        self.tables = (torch.randperm(sequences * blocks) * span.span_bytes).view(sequences, blocks)
+        self.layers = range(shape.layers)
+        # One contiguous K and V per layer for torch, so that it reads memory and not its cache.
+        self.plain = [
+            (
+                torch.full((sequences, shape.kv_heads, tokens, shape.dim), 0.5, dtype=dtype),
+                torch.full((sequences, shape.kv_heads, tokens, shape.dim), 0.5, dtype=dtype),
+            )
+            for _ in self.layers
+        ]
+
+
+def run_cell(
+    backend: CpuBackend,
+    shape: Shape,
+    sequences: int,
+    context: int,
+    new_tokens: int,
+    dtype: torch.dtype,
+    bandwidth: float,
+    peak: float,
+    rounds: int,
+) -> Cell:
+    """``new_tokens`` of each sequence attend to ``context`` tokens, themselves included, in every layer."""
+    cache = Cache(backend, shape, sequences, context, dtype)
+    batch = QueryBatch.build([new_tokens] * sequences, [context - new_tokens] * sequences, CPU)
+    q = torch.randn(batch.num_tokens, shape.query_heads, shape.dim).to(dtype)
+    q_plain = q.view(sequences, new_tokens, shape.query_heads, shape.dim).transpose(1, 2)
+    scale = shape.dim**-0.5
+    # What the queries see: causal from the end, within the window.
+    at = torch.arange(context - new_tokens, context)
+    visible = at + 1 if shape.window is None else (at + 1).clamp_max(shape.window)
+    low = 0 if shape.window is None else max(0, context - new_tokens - shape.window + 1)
+    keys = torch.arange(low, context)
+    mask = (keys <= at[:, None]) & (keys > at[:, None] - (shape.window or context))
+    mask_or_none = None if new_tokens == 1 else mask
+
+    def ours() -> None:
+        for layer in cache.layers:
+            backend.attend(
+                q, cache.arena, cache.fmt, layer * cache.fmt.layer_bytes, cache.tables, batch, scale=scale,
+                window=shape.window,
+            )  # fmt: skip
+
+    def torchs() -> None:
+        for k, v in cache.plain:
+            torch.nn.functional.scaled_dot_product_attention(
+                q_plain, k[:, :, low:], v[:, :, low:], attn_mask=mask_or_none, scale=scale, enable_gqa=True
+            )
+
+    ours_ms, torch_ms = measure([ours, torchs], rounds)
+    tokens_read = context - low
+    num_bytes = shape.layers * sequences * tokens_read * shape.kv_heads * shape.dim * 2 * dtype.itemsize
+    operations = shape.layers * sequences * int(visible.sum()) * shape.query_heads * shape.dim * 4
+    return Cell(
+        name=f"{shape.name}, {sequences} × {context}" + (f", chunk {new_tokens}" if new_tokens > 1 else ""),
+        ours_ms=ours_ms,
+        torch_ms=torch_ms,
+        bound_ms=max(num_bytes / bandwidth / 1e6, operations / peak / 1e6),
+        gb=num_bytes / 1e9,
+        gflop=operations / 1e9,
+    )
+
+
+def show(cells: Sequence[Cell]) -> None:
+    print(f"{'cell':42} {'ours ms':>9} {'torch ms':>9} {'ratio':>6} {'bound ms':>9} {'reached':>8} {'GB/s':>6} {'GFLOP/s':>8}")
+    for cell in cells:
+        print(
+            f"{cell.name:42} {cell.ours_ms:9.2f} {cell.torch_ms:9.2f} {cell.torch_ms / cell.ours_ms:6.2f} "
+            f"{cell.bound_ms:9.2f} {cell.bound_ms / cell.ours_ms:8.0%} {cell.gb / cell.ours_ms * 1e3:6.1f} "
+            f"{cell.gflop / cell.ours_ms * 1e3:8.1f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout, the table on stderr")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--isa", help="variant to use (default: the fastest)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--match", default="", help="only cells whose name contains this")
+    options = parser.parse_args()
+    output, sys.stdout = sys.stdout, sys.stderr if options.json else sys.stdout
+
+    torch.manual_seed(0)
+    backend = CpuBackend(isa=options.isa)
+    dtype = getattr(torch, options.dtype)
+    bandwidth = read_bandwidth(options.rounds)
+    peaks = {str(t).removeprefix("torch."): matrix_peak(t, options.rounds) for t in (torch.float32, torch.bfloat16)}
+    peak = max(peaks.values())
+    print(
+        f"variant {backend.variant}, {backend.num_threads} threads, torch's pool shared: {backend.shares_torch_threads}\n"
+        f"read bandwidth {bandwidth:.1f} GB/s, matrix peak "
+        + ", ".join(f"{name} {value:.0f} GFLOP/s" for name, value in peaks.items()),
+        flush=True,
+    )
+    jobs = []
+    for shape in (SMOLLM2, GEMMA3, GEMMA3_WINDOW):
+        if options.only != "prefill":
+            jobs += [(shape, sequences, context, 1) for sequences, context in DECODE]
+        if options.only != "decode":
+            jobs += [(shape, 1, context, CHUNK) for context in PREFILL]
+    cells = []
+    for shape, sequences, context, new_tokens in jobs:
+        if options.match not in f"{shape.name}, {sequences} × {context}":
+            continue
+        rounds = options.rounds if new_tokens == 1 else math.ceil(options.rounds / 2)
+        cells.append(run_cell(backend, shape, sequences, context, new_tokens, dtype, bandwidth, peak, rounds))
+        show(cells[-1:]) if not options.json else None
+    if options.json:
+        machine = {"variant": backend.variant, "threads": backend.num_threads, "dtype": options.dtype}
+        machine |= {"bandwidth_gb_s": bandwidth, "peak_gflop_s": peaks}
+        print(json.dumps({"machine": machine, "cells": [asdict(cell) for cell in cells]}, indent=1), file=output)
+
+
+if __name__ == "__main__":
+    main()
