@@ -1,4 +1,6 @@
-"""Tiny models compute on one thread: their matrices are too small to share, and waiting threads cost more."""
+"""Model tests compute on one thread: tiny matrices are not worth sharing, and on a busy machine threads that
+wait for each other make even the real models ten times slower.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,9 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    if request.node.get_closest_marker("real_model") is None:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)

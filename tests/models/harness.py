@@ -69,8 +69,12 @@ class PagedRunner:
         self.sequences: dict[Any, PagedSequence] = {}
 
     @torch.inference_mode()
-    def step(self, chunks: Mapping[Any, Sequence[int]]) -> dict[Any, torch.Tensor]:
-        """Compute each named sequence's next tokens; logits [len(chunk), vocab] of every one of them."""
+    def step(self, chunks: Mapping[Any, Sequence[int]], *, last_only: bool = False) -> dict[Any, torch.Tensor]:
+        """Compute each named sequence's next tokens.
+
+        Returns:
+            Logits [len(chunk), vocab] of every one of them; with ``last_only`` [1, vocab].
+        """
         device = self.store.arena.device
         batch = [self.sequences.setdefault(name, self._new()) for name in chunks]
         for sequence, chunk in zip(batch, chunks.values(), strict=True):
@@ -87,16 +91,17 @@ class PagedRunner:
         counts = [len(chunk) for chunk in chunks.values()]
         queries = QueryBatch.build(counts, [sequence.length for sequence in batch], device)
         ids = torch.tensor([token for chunk in chunks.values() for token in chunk], device=device)
+        ends = torch.tensor(counts, device=device).cumsum(0) - 1
         logits = self.model(
             input_ids=ids.unsqueeze(0),
             position_ids=queries.positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=torch.arange(len(ids), device=device),
+            logits_to_keep=ends if last_only else torch.arange(len(ids), device=device),
             kv=KVBatch(store=self.store, queries=queries, tables=tables),
         ).logits[0]
         for sequence, count in zip(batch, counts, strict=True):
             sequence.length += count
-        return dict(zip(chunks, logits.split(counts), strict=True))
+        return dict(zip(chunks, logits.split([1] * len(counts) if last_only else counts), strict=True))
 
     def share(self, source: Any, target: Any, num_blocks: int) -> None:
         """Start ``target`` with the first ``num_blocks`` full blocks of ``source``: a prefix hit."""

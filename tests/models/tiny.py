@@ -62,7 +62,9 @@ def build(config: Any, *, attention: str = "eager", dtype: torch.dtype = torch.f
     """A random model of ``config``; equal configurations give equal weights."""
     torch.manual_seed(0)
     own = copy.deepcopy(config)  # a model writes its attention implementation into its configuration
-    model = MODEL_CLASSES[config.model_type]._from_config(own, attn_implementation=attention, dtype=dtype)
+    model = MODEL_CLASSES[config.model_type]._from_config(own, attn_implementation=attention)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # rotary frequencies stay float32, as in a loaded model
     return model.eval().requires_grad_(False)
 
 

@@ -8,11 +8,12 @@ directory under the file's path, length, times and inode.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
 
-from kvloom.models.cachedir import make_directory, read_record, write_record
+from kvloom.models.cachedir import read_record, write_record
 from kvloom.models.checkpoint import TOKENIZER_FILES, Checkpoint
 
 # Written by tools, without meaning for the model's output.
@@ -29,7 +30,7 @@ def file_key(path: Path) -> str:
 
 def file_digest(path: Path, cache_dir: Path) -> str:
     """SHA-256 of the file's content, computed once per state of the file."""
-    record = make_directory(cache_dir / "digests") / f"{file_key(path)[:32]}.json"
+    record = cache_dir / "digests" / f"{file_key(path)[:32]}.json"
     known = read_record(record).get("sha256")
     if isinstance(known, str):
         return known
@@ -37,7 +38,9 @@ def file_digest(path: Path, cache_dir: Path) -> str:
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-    write_record(record, {"sha256": digest.hexdigest(), "path": str(path)})
+    with contextlib.suppress(OSError):  # an unwritable cache only means hashing again next time
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_record(record, {"sha256": digest.hexdigest(), "path": str(path)})
     return digest.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from kvloom.models.cachedir import cache_directory
 from kvloom.models.checkpoint import Checkpoint, read_checkpoint
 from kvloom.models.digest import tokenizer_digest, weights_digest
 from kvloom.models.families import FAMILIES, find_family
+from kvloom.models.families.base import ModelFamily
 from kvloom.models.seam import check_calls, check_masks
 from kvloom.models.sources import ModelSource, resolve_model
 
@@ -68,14 +70,14 @@ def load_checkpoint(source: ModelSource, config: EngineConfig, device: torch.dev
     checkpoint = read_checkpoint(source.directory)
     model_type = checkpoint.model_type
     family = find_family(model_type, allow_unverified=config.allow_unverified)
-    hf_config = _read_config(checkpoint)
+    hf_config = family.text_config(_read_config(checkpoint))
     reason = family.unsupported(hf_config)
     if reason is not None:
         raise UnsupportedModelError(f"{source.name} (model type {model_type!r}) cannot be served: {reason}")
     layout = group_layers(family.layers(hf_config))
     tokenizer = _read_tokenizer(checkpoint)
     dtype = auto_dtype(checkpoint.stored_dtype(), device) if config.dtype == "auto" else config.dtype
-    model = _read_model(checkpoint, hf_config, getattr(torch, dtype), device)
+    model = _read_model(checkpoint, family, hf_config, getattr(torch, dtype), device)
     family.prepare(model)
 
     query_heads = tuple(family.query_heads(hf_config))
@@ -84,8 +86,13 @@ def load_checkpoint(source: ModelSource, config: EngineConfig, device: torch.dev
     unchecked = check_masks(model, layout, hf_config)
     verified = model_type in FAMILIES
     if not verified:
+        guess = "; ".join(
+            f"{group.num_layers} layers with {group.num_heads} KV heads and window {group.window}"
+            for group in layout.groups
+        )
         warnings.append(
-            f"model type {model_type!r} is not verified: its answers were never compared with transformers'"
+            f"model type {model_type!r} is not verified: nobody compared its answers with transformers' own; its cache "
+            f"layout was read off its configuration ({guess})"
         )
         if unchecked is not None:
             warnings.append(unchecked)
@@ -197,7 +204,9 @@ def _read_tokenizer(checkpoint: Checkpoint) -> Any:
     return tokenizer
 
 
-def _read_model(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _read_model(
+    checkpoint: Checkpoint, family: ModelFamily, hf_config: Any, dtype: torch.dtype, device: torch.device
+) -> Any:
     from transformers import AutoModelForCausalLM
 
     register_attention()
@@ -210,6 +219,7 @@ def _read_model(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, devi
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            key_mapping=dict(family.weight_names) or None,
             ignore_mismatched_sizes=True,  # so that they are reported below, by name
             output_loading_info=True,
         )
@@ -217,7 +227,7 @@ def _read_model(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, devi
         raise
     except Exception as error:  # whatever a model's own code raises
         raise ModelError(f"{checkpoint.directory} cannot be loaded by transformers: {_first_line(error)}") from error
-    _check_report(checkpoint, report)
+    _check_report(checkpoint, family, report)
     try:
         model = model.to(device)
     except RuntimeError as error:
@@ -225,7 +235,7 @@ def _read_model(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, devi
     return model.eval().requires_grad_(False)
 
 
-def _check_report(checkpoint: Checkpoint, report: Mapping[str, Any]) -> None:
+def _check_report(checkpoint: Checkpoint, family: ModelFamily, report: Mapping[str, Any]) -> None:
     """Raise for every weight that transformers could not fill from the files."""
     mismatched = sorted(tuple(entry) for entry in report.get("mismatched_keys") or ())
     if mismatched:
@@ -241,7 +251,11 @@ def _check_report(checkpoint: Checkpoint, report: Mapping[str, Any]) -> None:
             f"{checkpoint.directory}: {len(missing)} weights are in none of the files, such as {missing[0]}; "
             "download the missing files, or use the config.json that came with the weights"
         )
-    unexpected = sorted(report.get("unexpected_keys") or ())
+    unexpected = sorted(
+        name
+        for name in report.get("unexpected_keys") or ()
+        if family.ignored_weights is None or re.search(family.ignored_weights, name) is None
+    )
     if unexpected:
         raise CorruptModelError(
             f"{checkpoint.directory}: {len(unexpected)} weights in the files have no place in the model that "

@@ -13,6 +13,7 @@ from kvloom.models.families.base import ModelFamily
 
 # transformers model_type -> module:class; imported on use.
 FAMILIES = {
+    "gemma3": "kvloom.models.families.gemma3:Gemma3",
     "gemma3_text": "kvloom.models.families.gemma3:Gemma3Text",
     "llama": "kvloom.models.families.llama:Llama",
 }

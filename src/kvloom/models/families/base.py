@@ -6,7 +6,8 @@ of it cannot be served, and may change a loaded model. It is listed in ``familie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import nn
@@ -20,10 +21,20 @@ FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 class ModelFamily(Protocol):
-    """What the loader asks. ``config`` is always transformers' configuration of the text model."""
+    """What the loader asks. ``config`` is transformers' configuration of the text model."""
 
     verified_with: tuple[str, ...]
     """transformers versions with which the family's parity tests passed; empty: never verified."""
+
+    weight_names: Mapping[str, str]
+    """Patterns that rename a checkpoint's weights to the text model's, where the text model is a part."""
+
+    ignored_weights: str | None
+    """Pattern of weights in the checkpoint that the text model does not have, such as a vision tower's."""
+
+    def text_config(self, config: Any) -> Any:
+        """The text model's configuration within the checkpoint's."""
+        ...
 
     def layers(self, config: Any) -> list[LayerSpec]:
         """What each layer stores, in model order."""
@@ -50,6 +61,11 @@ class DecoderFamily:
     """A decoder of equal layers with rotary positions; families override what differs."""
 
     verified_with: tuple[str, ...] = ("5.15.0", "5.24.0")
+    weight_names: Mapping[str, str] = MappingProxyType({})
+    ignored_weights: str | None = None
+
+    def text_config(self, config: Any) -> Any:
+        return config
 
     def layers(self, config: Any) -> list[LayerSpec]:
         heads, dim = key_value_heads(config), head_dim(config)

@@ -1,8 +1,13 @@
-"""Gemma 3's text models: windows on five of six layers, query and key norms, two rotary bases."""
+"""Gemma 3: windows on five of six layers, query and key norms, two rotary bases.
+
+The multimodal checkpoints (model type ``gemma3``) are served as text models; their vision tower is
+not loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from kvloom.models.families.base import DecoderFamily, layer_type_windows
@@ -21,3 +26,18 @@ class Gemma3Text(DecoderFamily):
             # transformers' Gemma 3 reads this value but never applies it; which of the two is meant is unknown.
             return "attn_logit_softcapping is set, which transformers' Gemma 3 ignores"
         return super().unsupported(config)
+
+
+class Gemma3(Gemma3Text):
+    """The text part of a multimodal checkpoint."""
+
+    weight_names: Mapping[str, str] = MappingProxyType(
+        {
+            r"^(model\.)?language_model\.lm_head": "lm_head",
+            r"^(model\.)?language_model\.(model\.)?": "model.",
+        }
+    )
+    ignored_weights = r"vision_tower|multi_modal_projector"
+
+    def text_config(self, config: Any) -> Any:
+        return config.get_text_config()
