@@ -15,6 +15,7 @@ import torch
 
 from kvloom.core.errors import RequestError
 from kvloom.core.request import Grammar, SamplingParams
+from kvloom.engine import grammar as grammar_module
 from kvloom.engine.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES, GrammarCompiler, GrammarState, fill_bitmask
 from kvloom.engine.sampler import SamplingBatch, SamplingRow, sample
 from tests.engine import small_tokenizers as small
@@ -161,7 +162,6 @@ def test_forks_go_their_own_ways(compiler: GrammarCompiler, tokenizer: Any) -> N
     assert state.accept(b) and state.is_finished
     assert not other.is_finished and {b, c} <= set(allowed(other, vocab_size))
     assert other.accept(c) and other.is_finished
-    # The compiled grammar that is kept for the next request is untouched.
     assert a in allowed(compiler.compile(Grammar(kind="choice", text='["ab", "ac"]')), vocab_size)
 
 
@@ -217,7 +217,7 @@ HOSTILE: dict[str, tuple[Grammar, str]] = {
     "deep data": (Grammar(kind="json_schema", text='{"enum":' + "[" * 30_000 + "]" * 30_000 + "}"), "deep"),
     "reference chain": (Grammar(kind="json_schema", text=chain(1000)), "deep"),  # overflows the stack
     "self reference": (Grammar(kind="json_schema", text='{"$ref": "#"}'), ""),
-    "slow": (Grammar(kind="json_schema", text='{"type": "integer", "multipleOf": 999983}'), "3 s"),  # 15 s
+    "slow": (Grammar(kind="json_schema", text='{"type": "integer", "multipleOf": 999983}'), "2 s"),  # 15 s
     "product": (
         Grammar(
             kind="json_schema",
@@ -250,7 +250,7 @@ def test_hostile_grammars_are_refused_quickly(hostile: GrammarCompiler, name: st
     with pytest.raises(RequestError) as caught:
         hostile.compile(grammar)
     assert reason in caught.value.message
-    assert time.monotonic() - start < 30  # three seconds of processor time, on a machine that is busy
+    assert time.monotonic() - start < 30  # two seconds of processor time, on a machine that is busy
     # And the next request is served as if nothing had happened.
     assert hostile.compile(Grammar(kind="regex", text=f"{name[0]}+")) is not None
 
@@ -281,6 +281,26 @@ def test_big_but_bounded_grammars_work(hostile: GrammarCompiler, name: str) -> N
         choice = allowed(state, len(tokenizer))
         assert state.accept(int(numbers.choice(choice))), state.error
     assert time.process_time() - spent < 5
+
+
+def test_a_state_that_hits_a_limit_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of this expression need ever new lexer states."""
+    monkeypatch.setitem(grammar_module._LIMITS, "max_lexer_states", 300)
+    tokenizer = small.byte_level()
+    compiler = GrammarCompiler(tokenizer, len(tokenizer))
+    grammar = Grammar(kind="regex", text="(a|b)*a(a|b){30}")
+    state = compiler.compile(grammar)
+    ab = tokenizer.convert_tokens_to_ids(["a", "b"])
+    numbers = np.random.default_rng(0)
+    steps = 0
+    while allowed(state, len(tokenizer)) and state.accept(ab[numbers.integers(2)]):
+        steps += 1
+        assert steps < 2000
+    assert state.error is not None and "too many states" in state.error
+    assert allowed(state, len(tokenizer)) == [] and not state.is_finished
+    again = compiler.compile(grammar)
+    assert set(ab) <= set(allowed(again, len(tokenizer))) and again.accept(ab[0])
+    compiler.close()
 
 
 def test_compiling_from_several_threads(hostile: GrammarCompiler) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -15,8 +17,17 @@ from kvloom.engine.sampler import SamplingBatch, SamplingRow, sample
 NOTHING = np.zeros(0, dtype=np.int64)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine take longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab_size", [1, 5, 700, 49152])
+@pytest.mark.parametrize("vocab_size", [1, 5, 700, 5003])
 def test_values_equal_a_float64_softmax(dtype: torch.dtype, vocab_size: int) -> None:
     logits = (torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     expected = logits.double().log_softmax(-1)
@@ -26,7 +37,8 @@ def test_values_equal_a_float64_softmax(dtype: torch.dtype, vocab_size: int) -> 
         assert entry.logprob == pytest.approx(expected[row, tokens[row]].item(), abs=1e-5)
         count = min([0, 1, 5, 20][row], vocab_size)
         assert len(entry.top) == count
-        order = sorted(range(vocab_size), key=lambda t: (-logits[row, t].item(), t))[:count]
+        values = logits[row].tolist()
+        order = sorted(range(vocab_size), key=lambda t: (-values[t], t))[:count]
         assert [token for token, _ in entry.top] == order
         for token, value in entry.top:
             assert value == pytest.approx(expected[row, token].item(), abs=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,15 @@ from kvloom.engine import draw, truncation
 from kvloom.engine.sampler import FAILED_TOKEN, SamplingBatch, SamplingRow, sample
 
 NOTHING = np.zeros(0, dtype=np.int64)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine take longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def row(*, seed: int = 0, step: int = 0, prompt: Any = NOTHING, output: Any = NOTHING, **params: Any) -> SamplingRow:
@@ -371,6 +381,14 @@ def test_penalties_steer_greedy() -> None:
     assert tokens(logits, [row(temperature=0, frequency_penalty=0.3, output=[0, 0])]) == [1]
     assert tokens(logits, [row(temperature=0, repetition_penalty=0.1, prompt=[3])]) == [3]
     assert tokens(logits, [row(temperature=0, logit_bias={2: 50.0})]) == [2]
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-30, 1e30, 1.7e308])
+def test_extreme_repetition_penalties_fail_nothing(penalty: float) -> None:
+    logits = torch.tensor([[20.0, -20.0, 0.0, 1.0]])
+    for temperature in (0.0, 1.0):
+        drawn = tokens(logits, [row(temperature=temperature, repetition_penalty=penalty, output=[0, 1])])
+        assert drawn[0] in ([0] if penalty < 1 else [2, 3])
 
 
 def test_unknown_token_ids_in_bias_and_history_are_ignored() -> None:

@@ -24,7 +24,7 @@ from kvloom.engine.grammar_probe import GrammarProbe
 
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 4096
-_CACHED_GRAMMARS = 64
+_REMEMBERED_VERDICTS = 128
 _MAX_MESSAGE = 600
 # llguidance's defaults but for the row, which an object of 500 optional properties would overrun.
 _LIMITS = {
@@ -32,7 +32,7 @@ _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 50_000,  # about 1 KiB each
     "max_grammar_size": 500_000,
 }
 
@@ -73,12 +73,15 @@ class GrammarState:
         return _shorten(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def fork(self) -> GrammarState:
-        """An independent copy, for another sequence that goes on from here."""
+        """A copy for another sequence of the request that goes on from here; a limit hit by one ends both."""
         return GrammarState(self._matcher.deep_copy())
 
 
 class GrammarCompiler:
-    """Turns request grammars into states over one tokenizer. Thread-safe; equal grammars compile once.
+    """Turns request grammars into states over one tokenizer. Thread-safe.
+
+    Verdicts on grammars are remembered, compiled ones are not: llguidance's copies share a lexer, and
+    one that runs into a limit would spoil every later request with the same grammar.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer. Reading it takes a second or more.
@@ -97,7 +100,7 @@ class GrammarCompiler:
         self._probe = GrammarProbe(_LIMITS)
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, GrammarState | str] = OrderedDict()
+        self._verdicts: OrderedDict[Grammar, str | None] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> GrammarState:
         """The state before the first token of the output.
@@ -105,34 +108,34 @@ class GrammarCompiler:
         Raises:
             RequestError: invalid, too large or too costly; ``param`` is ``response_format``.
         """
-        with self._lock:
-            found = self._compiled.get(grammar)
-        if found is None:
-            found = self._compile(grammar)
-            with self._lock:
-                self._compiled[grammar] = found
-                if len(self._compiled) > _CACHED_GRAMMARS:
-                    self._compiled.popitem(last=False)
-        if isinstance(found, str):
-            raise _refusal(grammar, found)
-        return found.fork()
-
-    def close(self) -> None:
-        """End the child process that checks grammars."""
-        self._probe.close()
-
-    def _compile(self, grammar: Grammar) -> GrammarState | str:
         text = to_llguidance(grammar)
+        trouble = self._verdict(grammar, text)
+        if trouble is None:
+            matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+            if not matcher.is_error():
+                return GrammarState(matcher)
+            trouble = matcher.get_error()
+        raise _refusal(grammar, _shorten(trouble))
+
+    def _verdict(self, grammar: Grammar, text: str) -> str | None:
+        """Why the probe refuses a grammar, or None."""
+        with self._lock:
+            if grammar in self._verdicts:
+                self._verdicts.move_to_end(grammar)
+                return self._verdicts[grammar]
         try:
             trouble = self._probe.check(text)
         except TimeoutError as error:  # not the grammar's fault, so nothing to remember
             raise _refusal(grammar, str(error)) from error
-        if trouble is not None:
-            return _shorten(trouble)
-        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-        if matcher.is_error():
-            return _shorten(matcher.get_error())
-        return GrammarState(matcher)
+        with self._lock:
+            self._verdicts[grammar] = trouble
+            if len(self._verdicts) > _REMEMBERED_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return trouble
+
+    def close(self) -> None:
+        """End the child process that checks grammars."""
+        self._probe.close()
 
 
 def fill_bitmask(states: Sequence[GrammarState | None], vocab_size: int) -> Tensor | None:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-CPU_SECONDS = 3
+CPU_SECONDS = 2
 MEMORY_BYTES = 2 << 30
 STACK_BYTES = 2 << 20  # a quarter of what threads get by default on Linux, where the server compiles
 WALL_SECONDS = 30.0

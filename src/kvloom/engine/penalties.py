@@ -89,22 +89,22 @@ class Penalties:
             factors: [P, 3] repetition, presence, frequency.
             count: rows of the batch.
         """
-        keys: list[NDArray[np.int64]] = []
-        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-            for in_output, ids in enumerate((prompt, output)):
-                ids = ids.astype(np.int64)
-                ids = ids[(ids >= 0) & (ids < vocab_size)]
-                keys.append((ids + i * vocab_size) * 2 + in_output)
-        key = np.sort(np.concatenate(keys))
+        texts = [ids for pair in zip(prompts, outputs, strict=True) for ids in pair]
+        tokens = np.concatenate(texts).astype(np.int64)
+        text = np.repeat(np.arange(len(texts)), [len(ids) for ids in texts])  # 2 * position in rows + in output
+        # One number per token, whose order is by row, then token, then prompt before output.
+        bits = vocab_size.bit_length()
+        key = ((text >> 1) << bits | tokens) << 1 | (text & 1)
+        key = np.sort(key[(tokens >= 0) & (tokens < vocab_size)])
         place = key >> 1
         first = np.flatnonzero(np.diff(place, prepend=-1))
         found = np.add.reduceat(key & 1, first) if len(first) else first
-        place = place[first]
-        owner = place // vocab_size
-        repetition, presence, frequency = factors[owner].T
+        owner, token = place[first] >> bits, place[first] & ((1 << bits) - 1)
+        repetition, presence, frequency = np.take(factors.T, owner, axis=1)
+        repetition = np.clip(repetition, 1e-30, 1e30)  # beyond, float32 logits would become infinite
         return cls(
-            entries=Entries.build(np.asarray(rows, dtype=np.int64)[owner], place % vocab_size, count, device),
-            repetition=torch.from_numpy(np.ascontiguousarray(repetition)).to(device),
+            entries=Entries.build(np.asarray(rows, dtype=np.int64)[owner], token, count, device),
+            repetition=torch.from_numpy(repetition).to(device),
             subtract=torch.from_numpy(frequency * found.astype(np.float32) + presence * (found > 0)).to(device),
         )
 

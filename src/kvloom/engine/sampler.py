@@ -174,13 +174,14 @@ def sample(logits: Tensor, batch: SamplingBatch, grammar_bitmask: Tensor | None 
             x = x.to(torch.float32, copy=True)
             _edit(x, first, batch, None if grammar_bitmask is None else grammar_bitmask[part])
         token_ids[part], maximum[part] = _choose(x, first, batch)
-    failed = torch.where(maximum == NEGATIVE_INFINITY, _NOTHING_ALLOWED, _NOT_FINITE)
-    status = torch.where(maximum.isfinite(), _OK, failed).to(torch.int8)
+    trouble = torch.where(maximum == NEGATIVE_INFINITY, _NOTHING_ALLOWED, _NOT_FINITE)
+    status = torch.where(maximum.isfinite(), _OK, trouble).to(torch.int8)
     token_ids.masked_fill_(status != _OK, FAILED_TOKEN)
     output = SamplerOutput(token_ids=token_ids, status=status)
     asked = [row for row, top in enumerate(batch.logprobs) if top is not None]
     if asked:
-        asked = [row for row in asked if row not in output.errors()]
+        failed = output.errors()
+        asked = [row for row in asked if row not in failed]
         index = _index(asked, logits.device)
         found = token_logprobs(logits[index], token_ids[index], [batch.logprobs[row] or 0 for row in asked])
         output._logprobs = dict(zip(asked, found, strict=True))
@@ -284,7 +285,7 @@ def _build_penalties(rows: Sequence[SamplingRow], vocab_size: int, device: torch
         wanted,
         [r.prompt_token_ids if r.params.repetition_penalty != 1.0 else nothing for r in chosen],
         [r.output_token_ids for r in chosen],
-        np.array([factors(r.params) for r in chosen], dtype=np.float32),
+        np.array([factors(r.params) for r in chosen]).clip(-1e30, 1e30).astype(np.float32),
         count=len(rows),
         vocab_size=vocab_size,
         device=device,
