@@ -140,7 +140,10 @@ class Runner:
             self._serving.attach(engine)
             self._on_ready(engine, self._serving, self._listener.getsockname()[1])
             await self._until_told(engine, http)
-            logger.info("draining: running requests get up to %g s, new ones 503", self._config.drain_timeout)
+            logger.info(
+                "draining: running requests get up to %g s, new ones 503; a second signal stops at once",
+                self._config.drain_timeout,
+            )
             self._serving.draining = True
             if not await engine.drain(self._config.drain_timeout):
                 logger.warning("%g s are over; ending the requests that still run", self._config.drain_timeout)
