@@ -176,6 +176,7 @@ class Engine:
                 "weights": model.weights_digest,
                 "tokenizer": model.tokenizer_digest,
                 "rope": repr(getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_theta", None)),
+                "rope_frequencies": model.rope_digest,
                 "dtype": str(next(model.model.parameters()).dtype),
                 "planes": [
                     [[p.name, p.dim, str(p.dtype), p.order, p.pack, p.offset] for p in fmt.planes]

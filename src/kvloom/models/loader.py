@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvloom.attention.interface import ATTENTION_NAME, register_attention
+from kvloom.attention.interface import register_attention
 from kvloom.core.config import EngineConfig
 from kvloom.core.errors import ConfigError, CorruptModelError, ModelError, UnsupportedModelError
 from kvloom.core.layout import KVLayout, group_layers
@@ -18,6 +18,7 @@ from kvloom.models.checkpoint import Checkpoint, read_checkpoint
 from kvloom.models.digest import tokenizer_digest, weights_digest
 from kvloom.models.families import FAMILIES, find_family
 from kvloom.models.families.base import ModelFamily
+from kvloom.models.rope import rope_digest
 from kvloom.models.seam import check_calls, check_masks
 from kvloom.models.sources import ModelSource, resolve_model
 
@@ -31,7 +32,8 @@ class LoadedModel:
     ``model`` takes ``input_ids`` and ``position_ids`` [1, T], ``use_cache=False``,
     ``logits_to_keep`` (row indices) and ``kv`` (a KVBatch), and returns an object with ``logits``
     [1, N, vocab_size]. ``hf_config`` is the text model's configuration. ``generation_defaults``
-    holds what ``generation_config.json`` says of sampling. ``warnings`` are for the user's eyes.
+    holds what ``generation_config.json`` says of sampling. ``rope_digest`` tells apart loads whose
+    rotary frequencies differ. ``warnings`` are for the user's eyes.
     """
 
     model: Any
@@ -48,6 +50,7 @@ class LoadedModel:
     tokenizer_digest: str
     generation_defaults: Mapping[str, Any]
     verified: bool
+    rope_digest: str = ""
     warnings: tuple[str, ...] = ()
 
 
@@ -78,7 +81,8 @@ def load_checkpoint(source: ModelSource, config: EngineConfig, device: torch.dev
     tokenizer = _read_tokenizer(checkpoint)
     dtype = auto_dtype(checkpoint.stored_dtype(), device) if config.dtype == "auto" else config.dtype
     model = _read_model(checkpoint, family, hf_config, getattr(torch, dtype), device)
-    family.prepare(model)
+    max_model_len = family.max_length(hf_config)
+    family.prepare(model, config.max_model_len or max_model_len)
 
     query_heads = tuple(family.query_heads(hf_config))
     vocab_size = check_calls(model, layout, query_heads)
@@ -110,7 +114,7 @@ def load_checkpoint(source: ModelSource, config: EngineConfig, device: torch.dev
         num_query_heads=query_heads,
         model_type=model_type,
         name=source.name,
-        max_model_len=family.max_length(hf_config),
+        max_model_len=max_model_len,
         eos_token_ids=eos_token_ids(checkpoint),
         vocab_size=vocab_size,
         weights_digest=weights_digest(checkpoint, cache),
@@ -121,6 +125,7 @@ def load_checkpoint(source: ModelSource, config: EngineConfig, device: torch.dev
             if checkpoint.generation_config.get(name) is not None
         },
         verified=verified,
+        rope_digest=rope_digest(model),
         warnings=tuple(warnings),
     )
 
@@ -215,7 +220,7 @@ def _read_model(
             checkpoint.directory,
             config=hf_config,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=family.build_attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

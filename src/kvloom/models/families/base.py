@@ -12,12 +12,14 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from kvloom.attention.interface import ATTENTION_NAME
 from kvloom.core.errors import UnsupportedModelError
 from kvloom.core.layout import LayerSpec
+from kvloom.models.rope import fix_longrope
 
-# Rotary types whose frequencies are fixed when the model is built. "dynamic" and "longrope" choose them by
-# the longest sequence of the batch, so that one request would change another's answer.
-FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+# Rotary types whose frequencies are fixed when the model is built, and "longrope", which ``prepare`` fixes.
+# "dynamic" chooses them by the longest sequence of the batch, so that one request would change another's answer.
+FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 
 
 class ModelFamily(Protocol):
@@ -28,6 +30,9 @@ class ModelFamily(Protocol):
 
     weight_names: Mapping[str, str]
     """Patterns that rename a checkpoint's weights to the text model's, where the text model is a part."""
+
+    build_attention: str
+    """transformers' name of the attention to build the model with: ours, unless ``prepare`` switches to it."""
 
     ignored_weights: str | None
     """Pattern of weights in the checkpoint that the text model does not have, such as a vision tower's."""
@@ -52,8 +57,8 @@ class ModelFamily(Protocol):
         """Most positions that the model was made for, rotary scaling included."""
         ...
 
-    def prepare(self, model: nn.Module) -> None:
-        """Change this loaded model instance; most families change nothing."""
+    def prepare(self, model: nn.Module, max_model_len: int) -> None:
+        """Change this loaded model instance, which will see at most ``max_model_len`` positions."""
         ...
 
 
@@ -63,6 +68,7 @@ class DecoderFamily:
     verified_with: tuple[str, ...] = ("5.15.0", "5.24.0")
     weight_names: Mapping[str, str] = MappingProxyType({})
     ignored_weights: str | None = None
+    build_attention: str = ATTENTION_NAME
 
     def text_config(self, config: Any) -> Any:
         return config
@@ -87,8 +93,8 @@ class DecoderFamily:
     def max_length(self, config: Any) -> int:
         return scaled_length(config)
 
-    def prepare(self, model: nn.Module) -> None:
-        return None
+    def prepare(self, model: nn.Module, max_model_len: int) -> None:
+        fix_longrope(model, max_model_len)
 
 
 def key_value_heads(config: Any) -> int:
