@@ -105,8 +105,10 @@ class ModelRunner:
             positions = torch.zeros(TILE, dtype=torch.int64, device=self._device)
             positions[: high - low] = queries.positions
             select = torch.from_numpy(inside).to(self._device)
-            logits = self._call(padded, positions, queries, tuple(table[select] for table in tables), every_row)
             wanted = rows[(rows >= low) & (rows < high)] - low
+            # Logits of all rows or, where none is wanted, of one: the product's shape never depends on how many are.
+            keep = every_row if len(wanted) else every_row[:1]
+            logits = self._call(padded, positions, queries, tuple(table[select] for table in tables), keep)
             if len(wanted):
                 parts.append(logits[torch.from_numpy(wanted).to(self._device)])
         return torch.cat(parts) if parts else torch.empty(0, 0, device=self._device)
