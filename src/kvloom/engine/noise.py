@@ -19,7 +19,7 @@ from kvloom.engine.runner import ModelRunner
 from kvloom.engine.scheduler import Chunk
 
 PROBE_TOKENS = 96
-PROBE_ROWS = 12
+PROBE_ROWS = 6
 OTHER_SEQUENCES = 5
 # Two logits move, each by up to the largest difference seen; a probe sees only a part of what a
 # long run will, so the bound doubles it.
