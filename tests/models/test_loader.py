@@ -27,6 +27,7 @@ from transformers import (
 from kvloom.core.config import EngineConfig
 from kvloom.core.errors import ConfigError, CorruptModelError, ModelError, UnsupportedModelError
 from kvloom.models.checkpoint import read_checkpoint
+from kvloom.models.families import FAMILIES
 from kvloom.models.loader import LoadedModel, auto_dtype, load_model
 from tests.models import tiny
 from tests.models.harness import PagedRunner, check_parity, difference, eager_logits, random_ids
@@ -299,7 +300,10 @@ SHAPE = {
 
 
 @pytest.mark.parametrize("window", [None, 12])
-def test_an_unverified_type_runs_when_asked_for_with_a_warning(window: int | None, tmp_path: Path) -> None:
+def test_an_unverified_type_runs_when_asked_for_with_a_warning(
+    window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(FAMILIES, "mistral")
     torch.manual_seed(0)
     eager = MistralForCausalLM._from_config(
         MistralConfig(**SHAPE, sliding_window=window), attn_implementation="eager"
@@ -314,8 +318,10 @@ def test_an_unverified_type_runs_when_asked_for_with_a_warning(window: int | Non
     check_parity(loaded.model, eager, loaded.layout)
 
 
-def test_a_window_on_some_layers_only_is_not_guessed_silently(tmp_path: Path) -> None:
-    """Qwen2 keeps its window from the layers before max_window_layers; layer_types says so."""
+def test_a_window_on_some_layers_only_is_read_off_the_layer_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(FAMILIES, "qwen2")
     torch.manual_seed(0)
     config = Qwen2Config(**SHAPE, sliding_window=12, use_sliding_window=True, max_window_layers=1)
     eager = Qwen2ForCausalLM._from_config(config, attn_implementation="eager").eval()
@@ -329,7 +335,7 @@ def test_a_window_on_some_layers_only_is_not_guessed_silently(tmp_path: Path) ->
     [
         (T5Config(), "encoder-decoder"),
         (MambaConfig(), "recurrent"),
-        (FalconConfig(alibi=True), "position bias"),
+        (FalconConfig(alibi=True), "position bias|ALiBi|alibi"),
     ],
 )
 def test_what_is_known_to_be_wrong_is_refused_even_then(

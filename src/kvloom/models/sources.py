@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import importlib.metadata
 import importlib.util
@@ -21,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from kvloom.core.errors import ModelError
-from kvloom.models.cachedir import cache_directory, make_directory, read_record, write_record
-from kvloom.models.digest import file_digest, file_key
+from kvloom.models.cachedir import cache_directory, make_directory
+from kvloom.models.digest import file_digest
 
 CONVERTER_VERSION = 1  # raise it when converted directories must be made again
 _PACKAGE = "package:"
@@ -121,25 +123,16 @@ def _assemble(module: str, cache: Path) -> Path:
 def converted(path: Path, cache: Path) -> Path:
     """The directory that holds ``path``'s model as safetensors, made on first use.
 
-    It is named after the file's content, so that a moved file is not converted again and a changed
-    one is. Processes that start together convert once.
+    It is named after the file's name and content, so that a changed file is converted again.
+    Processes that start together convert once.
     """
     home = make_directory(cache / "gguf")
-    link = home / f"{file_key(path)[:32]}.json"  # saves reading the file at every start
-    record = read_record(link)
-    digest = record.get("sha256") if record.get("converter") == CONVERTER_VERSION else None
-    if not isinstance(digest, str) or not (home / _directory_name(path, digest)).is_dir():
-        digest = file_digest(path, cache)
-    target = home / _directory_name(path, digest)
-    with FileLock(f"{target}.lock"):
-        if not target.is_dir():
-            _convert_into(path, target)
-        write_record(link, {"sha256": digest, "converter": CONVERTER_VERSION, "path": str(path)})
+    target = home / f"{path.stem}-{file_digest(path, cache)[:16]}-v{CONVERTER_VERSION}"
+    if not target.is_dir():
+        with FileLock(f"{target}.lock"):
+            if not target.is_dir():
+                _convert_into(path, target)
     return target
-
-
-def _directory_name(path: Path, digest: str) -> str:
-    return f"{path.stem}-{digest[:16]}-v{CONVERTER_VERSION}"
 
 
 def _convert_into(path: Path, target: Path) -> None:
@@ -148,6 +141,8 @@ def _convert_into(path: Path, target: Path) -> None:
 
     from kvloom.models.gguf.convert import convert
 
+    for abandoned in target.parent.glob(f".{glob.escape(target.name)}-*"):  # we hold the lock: nobody works on it
+        shutil.rmtree(abandoned, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     columns = (TextColumn("converting"), TextColumn(path.name), BarColumn(), TaskProgressColumn())
     try:
@@ -156,9 +151,9 @@ def _convert_into(path: Path, target: Path) -> None:
             convert(path, temporary, lambda done, total: bar.update(task, completed=done, total=total))
         temporary.chmod(0o755)  # mkdtemp's own mode shuts other users out
         os.replace(temporary, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"cannot write the converted model to {target} ({error.strerror or error}); free some space, or choose "
+            f"cannot write the converted model to {target} ({error}); free some space, or choose "
             "another place with --cache-dir or KVLOOM_CACHE_DIR"
         ) from error
     finally:
