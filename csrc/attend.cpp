@@ -75,6 +75,7 @@ public:
     Call(const KernelTable& kernels, const Format& format, const Batch& batch, const Attention& attention, Plan& plan)
         : kernels_(kernels), format_(format), batch_(batch), attention_(attention), plan_(plan),
           group_(attention.query_heads / format.num_heads), stride_(round16(format.v_dim)),
+          max_rows_(attention.q_latent != nullptr ? kMaxLatentRows : kMaxRows),
           dot_(kernels.has_dot && format.dtype == DType::bf16 && attention.q_dtype == DType::bf16) {}
 
     // Returns the total cost.
@@ -149,7 +150,7 @@ private:
         }
         for (int64_t b = low / format_.block_size; b * format_.block_size < high; ++b) batch_.block(format_, s, b);  // checks
 
-        const int rows = tokens * group_, count = (rows + kMaxRows - 1) / kMaxRows;
+        const int rows = tokens * group_, count = (rows + max_rows_ - 1) / max_rows_;
         int64_t cost = 0;
         for (int i = 0, row = 0; i < count; ++i) {
             Tile tile{s, row, (rows - row) / (count - i), INT64_MAX, 0};
@@ -191,20 +192,35 @@ private:
         const Tile& tile = plan_.tiles[item.tile];
         const int rows = tile.rows, start = batch_.query_start[tile.sequence];
         const size_t row_floats = static_cast<size_t>(rows) * kLda;
-        float* q = workspace.floats(3 * row_floats + 2 * partial_floats(rows) + 64);
+        const int columns = (rows + 7) / 8 * 8;
+        const size_t latent_floats =
+            attention_.q_latent == nullptr
+                ? 0
+                : static_cast<size_t>(columns) * (format_.v_dim + kLatentTokens) + static_cast<size_t>(kLatentTokens) * kLda;
+        float* q = workspace.floats(3 * row_floats + 2 * partial_floats(rows) + 64 + latent_floats);
         float* scores = q + row_floats;
         float* weights = scores + row_floats;
         const Result acc = partial(weights + row_floats, rows);
         const Result part = partial(acc.sum + rows + (16 - 2 * rows % 16) % 16, rows);
 
-        const void* query_rows[kMaxRows];
-        for (int r = 0; r < rows; ++r) {
-            const int64_t token = start + (tile.row + r) / group_, head = item.head * group_ + (tile.row + r) % group_;
-            query_rows[r] = static_cast<const unsigned char*>(attention_.q) +
-                            (token * attention_.q_token_stride + head * attention_.q_head_stride) *
-                                item_bytes(attention_.q_dtype);
-        }
+        const void* query_rows[kMaxLatentRows];
+        const auto find_rows = [&](const void* data, int64_t token_stride, int64_t head_stride) {
+            for (int r = 0; r < rows; ++r) {
+                const int64_t token = start + (tile.row + r) / group_, head = item.head * group_ + (tile.row + r) % group_;
+                query_rows[r] = static_cast<const unsigned char*>(data) +
+                                (token * token_stride + head * head_stride) * item_bytes(attention_.q_dtype);
+            }
+        };
+        find_rows(attention_.q, attention_.q_token_stride, attention_.q_head_stride);
         kernels_.pack(query_rows, rows, format_.k_dim, attention_.q_dtype, dot_, q);
+        LatentArgs latent{};
+        if (attention_.q_latent != nullptr) {
+            float* queries = part.sum + rows + (16 - 2 * rows % 16) % 16;
+            latent = {queries, columns, queries + static_cast<size_t>(columns) * format_.v_dim, nullptr};
+            latent.products = static_cast<float*>(latent.tokens) + static_cast<size_t>(kLatentTokens) * kLda;
+            find_rows(attention_.q_latent, attention_.latent_token_stride, attention_.latent_head_stride);
+            kernels_.pack_latent(query_rows, rows, columns, format_.v_dim, attention_.q_dtype, dot_, queries);
+        }
 
         const int64_t size = format_.block_size;
         const int64_t from = std::max(tile.low, item.chunk * kChunk), to = std::min(tile.high, item.end_chunk * kChunk);
@@ -214,7 +230,7 @@ private:
         }
         workspace.blocks.push_back(nullptr);
 
-        int low[kMaxRows], high[kMaxRows];
+        int low[kMaxLatentRows], high[kMaxLatentRows];
         ChunkArgs args{};
         args.format = &format_;
         args.rows = rows;
@@ -227,6 +243,7 @@ private:
         args.scores = scores;
         args.weights = weights;
         args.out_stride = stride_;
+        args.latent = attention_.q_latent != nullptr ? &latent : nullptr;
 
         std::fill(acc.sum, acc.sum + rows, 0.0f);
         for (int64_t chunk = item.chunk; chunk < item.end_chunk; ++chunk) {
@@ -296,6 +313,7 @@ private:
     Plan& plan_;
     const int group_;    // query heads per KV head
     const int stride_;   // floats per output row in scratch
+    const int max_rows_;  // of a tile
     const bool dot_;
     std::unique_ptr<Split[]> splits_;
     std::atomic<size_t> next_{0};

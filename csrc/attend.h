@@ -17,6 +17,10 @@ struct Attention {
     float softcap;       // 0: none
     const float* sinks;  // [query heads] or null
     KeyBounds keys;
+
+    // Latent attention: q belongs to the rotated part, and this to the latents [tokens, query heads, v_dim].
+    const void* q_latent = nullptr;  // of q's type
+    int64_t latent_token_stride = 0, latent_head_stride = 0;
 };
 
 void attend(const KernelTable& kernels, const Format& format, const Batch& batch, const Attention& attention,

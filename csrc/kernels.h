@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "convert.h"
+#include "latent.h"
 #include "product.h"
 #include "softmax.h"
 #include "types.h"
@@ -45,7 +46,7 @@ void chunk_outputs(const ChunkArgs& args) {
     const auto* weights = Same<T, BF16Dot>::value ? static_cast<const typename T::A*>(args.weights)
                                                   : reinterpret_cast<const typename T::A*>(args.scores);
     const unsigned char* const* block = args.blocks;
-    typename T::B lone[kMaxDim * T::P];
+    typename T::B lone[kMaxLatentDim * T::P];
     const unsigned char* const lone_block[] = {reinterpret_cast<const unsigned char*>(lone), nullptr};
     // Where several groups of rows read the values, or one tile is as wide as they are, a tile goes
     // through all blocks with its sums in registers. Else block by block, so that memory is read in order.
@@ -102,6 +103,7 @@ template <class T>
 void attend_chunk(const ChunkArgs& args) {
     constexpr int W = Vec::W;
     chunk_scores<T>(args);
+    if (args.latent != nullptr) latent_scores<T>(args);
     const int begin = args.first / W * W, end = (args.end + W - 1) / W * W;
     for (int row = 0; row < args.rows; ++row) softmax_row<T>(args, row, begin, end);
     chunk_outputs<T>(args);
@@ -177,7 +179,7 @@ static void finish(const FinishArgs& args) {
     const float by = sum == 0.0f ? 0.0f : factor / sum;
 
     constexpr int W = Vec::W;
-    alignas(64) float row[kMaxDim];
+    alignas(64) float row[kMaxLatentDim];
     const Vec::F scale = Vec::set1(by);
     for (int d = 0; d < args.v_dim; d += W) {  // acc is padded to a multiple of 16
         const Vec::F x = sum == 0.0f ? Vec::zero() : Vec::mul(Vec::load(args.acc + d), scale);
@@ -197,6 +199,6 @@ static void finish(const FinishArgs& args) {
     }
 }
 
-static const KernelTable table = {Vec::kDot, pack, Chooser<Vec>::chunk, fold, finish};
+static const KernelTable table = {Vec::kDot, pack, pack_latent, Chooser<Vec>::chunk, fold, finish};
 
 }  // namespace kvloom::KVLOOM_ISA

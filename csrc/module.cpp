@@ -82,6 +82,29 @@ public:
         kvloom::attend(table_, format, batch, attention, parallel_);
     }
 
+    void attend_latent(const Format& format, Batch batch, int64_t layer_offset, int dtype, uintptr_t q_latent,
+                       int64_t latent_token_stride, int64_t latent_head_stride, uintptr_t q_rope,
+                       int64_t rope_token_stride, int64_t rope_head_stride, int query_heads, uintptr_t out,
+                       int out_dtype, uintptr_t lse, float scale, int64_t first_block, int64_t end_block,
+                       int64_t min_lag, int64_t max_lag) const {
+        Attention attention{};
+        attention.q = address<const void>(q_rope);
+        attention.q_dtype = static_cast<DType>(dtype);
+        attention.q_token_stride = rope_token_stride;
+        attention.q_head_stride = rope_head_stride;
+        attention.q_latent = address<const void>(q_latent);
+        attention.latent_token_stride = latent_token_stride;
+        attention.latent_head_stride = latent_head_stride;
+        attention.query_heads = query_heads;
+        attention.out = address<void>(out);
+        attention.out_dtype = static_cast<DType>(out_dtype);
+        attention.lse = address<float>(lse);
+        attention.scale = scale;
+        attention.keys = {-1, first_block, end_block, min_lag, max_lag};
+        batch.layer_offset = layer_offset;
+        kvloom::attend(table_, format, batch, attention, parallel_);
+    }
+
 private:
     const KernelTable& table_;
     Parallel parallel_;
@@ -93,6 +116,7 @@ NB_MODULE(_cpu, m) {
     m.doc() = "Native kernels of kvloom.kernels.cpu.";
     m.attr("MIN_DIM") = kMinDim;
     m.attr("MAX_DIM") = kMaxDim;
+    m.attr("MAX_LATENT_DIM") = kMaxLatentDim;
     m.attr("CHUNK") = kChunk;
     m.def("variant_names", &variant_names, "Instruction sets this CPU has, slowest first.");
 
@@ -113,5 +137,6 @@ NB_MODULE(_cpu, m) {
     nb::class_<Kernels>(m, "Kernels", "The kernels of one variant with its threads. Calls release the GIL.")
         .def(nb::init<const std::string&, int, uintptr_t>())
         .def("write", &Kernels::write, nb::call_guard<nb::gil_scoped_release>())
-        .def("attend", &Kernels::attend, nb::call_guard<nb::gil_scoped_release>());
+        .def("attend", &Kernels::attend, nb::call_guard<nb::gil_scoped_release>())
+        .def("attend_latent", &Kernels::attend_latent, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -29,6 +29,12 @@ constexpr int kMaxDim = 256;
 // Query rows (token, query head of the group) that share one reading of the keys.
 constexpr int kMaxRows = 60;
 
+// Latent attention (MLA): all query heads share one latent, the V of its Format, whose K is the
+// rotated part. More rows, so that V3's 128 heads read it once; tokens widened at a time.
+constexpr int kMaxLatentDim = 512;
+constexpr int kMaxLatentRows = 128;
+constexpr int kLatentTokens = 32;
+
 struct Format {
     DType dtype;
     int block_size;
@@ -36,6 +42,14 @@ struct Format {
     int k_dim, v_dim;
     int64_t k_offset, v_offset;  // bytes from the block's start
     int64_t block_bytes, layer_bytes;
+};
+
+// The latents' part of a tile's logits.
+struct LatentArgs {
+    const void* q;    // packed by KernelTable::pack_latent, for all chunks
+    int columns;      // rows rounded up to a multiple of 8
+    void* tokens;     // scratch [kLatentTokens][kLda]
+    float* products;  // scratch [kLatentTokens][columns]
 };
 
 // One chunk of keys against one tile of query rows.
@@ -54,6 +68,7 @@ struct ChunkArgs {
     float* out;                          // [rows][out_stride], not normalised
     ptrdiff_t out_stride;
     float *top, *sum;                    // [rows]; logits are in base 2; no key: -inf and 0
+    const LatentArgs* latent;            // or null: q is the rotated part's, and the latents' is added
 };
 
 // Where one output row goes.
@@ -73,6 +88,7 @@ struct KernelTable {
     bool has_dot;
     // [rows][kLda] from `rows` pointers to query rows.
     void (*pack)(const void* const* rows, int count, int dim, DType dtype, bool dot, void* packed);
+    void (*pack_latent)(const void* const* rows, int count, int columns, int dim, DType dtype, bool dot, void* packed);
     void (*chunk)(const ChunkArgs& args, bool dot);
     // acc = acc merged with part, row by row; a row without keys changes nothing.
     void (*fold)(int rows, int v_dim, float* acc, ptrdiff_t acc_stride, float* acc_top, float* acc_sum,

@@ -2,6 +2,7 @@
 
 MIN_DIM: int
 MAX_DIM: int
+MAX_LATENT_DIM: int
 CHUNK: int
 
 def variant_names() -> list[str]: ...
@@ -69,6 +70,29 @@ class Kernels:
         softcap: float,
         sinks: int,
         window: int,
+        first_block: int,
+        end_block: int,
+        min_lag: int,
+        max_lag: int,
+        /,
+    ) -> None: ...
+    def attend_latent(
+        self,
+        fmt: Format,
+        batch: Batch,
+        layer_offset: int,
+        dtype: int,
+        q_latent: int,
+        latent_token_stride: int,
+        latent_head_stride: int,
+        q_rope: int,
+        rope_token_stride: int,
+        rope_head_stride: int,
+        query_heads: int,
+        out: int,
+        out_dtype: int,
+        lse: int,
+        scale: float,
         first_block: int,
         end_block: int,
         min_lag: int,

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from kvloom.attention.batch import KVBatch
+from kvloom.attention.mla import latent_attention
 from kvloom.core.errors import UnsupportedModelError
 
 ATTENTION_NAME = "kvloom"
@@ -69,8 +70,8 @@ def paged_attention(
         module: the attention module; ``module.layer_idx`` finds its home in the layout.
         query: [1, num_query_heads, T, k_dim], position embeddings applied; T counts ``kv``'s tokens
             and its rows of padding, which come last.
-        key: [1, num_heads, T, k_dim], position embeddings applied.
-        value: [1, num_heads, T, v_dim].
+        key: [1, num_heads, T, k_dim], position embeddings applied; of an MLA layer the latent.
+        value: [1, num_heads, T, v_dim]; of an MLA layer the rope part (see ``mla``).
         attention_mask: must be None.
         scaling: of the logits; None means ``k_dim ** -0.5``.
         dropout: must be 0.
@@ -128,6 +129,10 @@ def paged_attention(
     q, k, v = (x[0].transpose(0, 1)[:num_tokens].contiguous() for x in (query, key, value))  # [T, heads, dim]
     if layer not in store.layout.shared:
         store.backend.write((k, v), store.arena, fmt, offset, tables, kv.queries)
+    if fmt.planes[0].name == "latent":
+        if softcap is not None or s_aux is not None:
+            raise _refusal(layer, "softcap or s_aux", "to latent attention")
+        return latent_attention(module, query, kv, fmt, offset, tables, scaling), None
     out, _ = store.backend.attend(
         q,
         store.arena,

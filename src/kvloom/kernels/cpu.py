@@ -14,7 +14,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from kvloom import _cpu
@@ -25,6 +27,13 @@ from kvloom.kernels.reference import ReferenceBackend
 ISA_VARIABLE = "KVLOOM_CPU_ISA"
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/types.h
+# Least and most channels of a plane; between them, multiples of 8.
+_DIMS = {
+    "k": (_cpu.MIN_DIM, _cpu.MAX_DIM),
+    "v": (_cpu.MIN_DIM, _cpu.MAX_DIM),
+    "latent": (_cpu.MIN_DIM, _cpu.MAX_LATENT_DIM),
+    "rope": (8, _cpu.MAX_DIM),
+}
 _OWN_POOL = 0
 _KEPT_BATCHES = 4  # a step has one per layer group
 _Shared = tuple[torch.Tensor, torch.Tensor, QueryBatch]
@@ -106,10 +115,13 @@ class CpuBackend:
         self._batches: dict[tuple[int, int, int], tuple[_Shared, _cpu.Batch]] = {}
 
     def plane_order(self, plane: str, dtype: torch.dtype, dim: int, block_size: int) -> tuple[Order, int]:
-        """K channel-major and V token-major, bf16 in pairs: the same on every CPU, so bytes can move."""
-        if plane not in ("k", "v") or dtype not in _DTYPES or not _dim_supported(dim):
+        """K channel-major and V token-major, bf16 in pairs: the same on every CPU, so bytes can move.
+
+        A rope plane lies as K does, a latent as V: outputs are sums of latents (csrc/latent.h).
+        """
+        if plane not in _DIMS or dtype not in _DTYPES or not _dim_supported(plane, dim):
             return self._reference.plane_order(plane, dtype, dim, block_size)
-        return ("channel" if plane == "k" else "token"), (2 if dtype == torch.bfloat16 else 1)
+        return ("channel" if plane in ("k", "rope") else "token"), (2 if dtype == torch.bfloat16 else 1)
 
     def unsupported(self, fmt: BlockFormat, num_query_heads: int) -> str | None:
         return self._lookup(fmt, num_query_heads)[0]
@@ -127,9 +139,14 @@ class CpuBackend:
         if native is None:
             self.fallbacks[f"write: {reason}"] += 1
             return self._reference.write(values, arena, fmt, layer_offset, tables, batch)
-        k, v = (
-            _rows(rows if rows.dtype in _DTYPES else rows.to(plane.dtype), batch.num_tokens, fmt.num_heads, plane.dim)
-            for plane, rows in zip(fmt.planes, values, strict=True)
+        k, v = _key_first(
+            [
+                _rows(
+                    rows if rows.dtype in _DTYPES else rows.to(plane.dtype), batch.num_tokens, fmt.num_heads, plane.dim
+                )
+                for plane, rows in zip(fmt.planes, values, strict=True)
+            ],
+            fmt,
         )
         self._kernels.write(
             native, self._batch(arena, tables, batch), layer_offset,
@@ -181,6 +198,45 @@ class CpuBackend:
         )  # fmt: skip
         return out, lse
 
+    def attend_latent(
+        self,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        tables: torch.Tensor,
+        batch: QueryBatch,
+        *,
+        scale: float,
+        keys: KeyRange = EVERY_KEY,
+        want_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        num_tokens, num_query_heads, latent_dim = q_latent.shape
+        reason, native = self._lookup(fmt, num_query_heads)
+        if native is not None and (q_latent.dtype not in _DTYPES or q_rope.dtype != q_latent.dtype):
+            reason, native = f"queries are {q_latent.dtype} and {q_rope.dtype}", None
+        if native is None:
+            self.fallbacks[f"attend_latent: {reason}"] += 1
+            return self._reference.attend_latent(
+                q_latent, q_rope, arena, fmt, layer_offset, tables, batch, scale=scale, keys=keys, want_lse=want_lse
+            )
+        latent, rope = (
+            _rows(q, batch.num_tokens, num_query_heads, plane.dim)
+            for q, plane in zip((q_latent, q_rope), fmt.planes, strict=True)
+        )
+        out = torch.empty(num_tokens, num_query_heads, latent_dim, dtype=torch.float32 if want_lse else q_latent.dtype)
+        lse = torch.empty(num_tokens, num_query_heads, dtype=torch.float32) if want_lse else None
+        self._kernels.attend_latent(
+            native, self._batch(arena, tables, batch), layer_offset, _DTYPES[latent.dtype],
+            latent.data_ptr(), latent.stride(0), latent.stride(1),
+            rope.data_ptr(), rope.stride(0), rope.stride(1), num_query_heads,
+            out.data_ptr(), _DTYPES[out.dtype], 0 if lse is None else lse.data_ptr(), scale,
+            keys.first_block, -1 if keys.end_block is None else keys.end_block,
+            keys.min_lag, -1 if keys.max_lag is None else keys.max_lag,
+        )  # fmt: skip
+        return out, lse
+
     def _lookup(self, fmt: BlockFormat, num_query_heads: int) -> tuple[str | None, _cpu.Format | None]:
         """Why ``fmt`` is not read natively, or None and its native description."""
         key = (id(fmt), num_query_heads)
@@ -189,7 +245,7 @@ class CpuBackend:
             reason = self._reason(fmt, num_query_heads)
             native = None
             if reason is None:
-                k, v = fmt.planes
+                k, v = _key_first(fmt.planes, fmt)
                 native = _cpu.Format(
                     _DTYPES[k.dtype], fmt.block_size, fmt.num_heads, k.dim, v.dim, k.offset, v.offset,
                     fmt.block_bytes, fmt.layer_bytes,
@@ -209,21 +265,25 @@ class CpuBackend:
 
     def _reason(self, fmt: BlockFormat, num_query_heads: int) -> str | None:
         names = tuple(plane.name for plane in fmt.planes)
-        if names != ("k", "v"):
-            return f"planes are {', '.join(names)}; native kernels read k, v"
+        if names not in (("k", "v"), ("latent", "rope")):
+            return f"planes are {', '.join(names)}; native kernels read k, v or latent, rope"
+        if names == ("latent", "rope") and fmt.num_heads != 1:
+            return f"{fmt.num_heads} heads have a latent each; native kernels read one that all share"
         if fmt.num_heads < 1 or num_query_heads % fmt.num_heads:
             return f"{num_query_heads} query heads are not a multiple of {fmt.num_heads} KV heads"
         if fmt.block_size < 8 or _cpu.CHUNK % fmt.block_size:
             return f"block size {fmt.block_size} is not a power of two from 8 to {_cpu.CHUNK}"
         if fmt.planes[0].dtype != fmt.planes[1].dtype:
-            return f"k is stored as {fmt.planes[0].dtype} and v as {fmt.planes[1].dtype}"
+            stored = " and ".join(f"{plane.name} is stored as {plane.dtype}" for plane in fmt.planes)
+            return f"{stored}, not alike"
         if fmt.block_bytes % 4 or fmt.layer_bytes % 4:
             return "blocks are not aligned to 4 bytes"
         for plane in fmt.planes:
             if plane.dtype not in _DTYPES:
                 return f"plane {plane.name} is stored as {plane.dtype}"
-            if not _dim_supported(plane.dim):
-                return f"plane {plane.name} has dim {plane.dim}; supported: multiples of 8, 16 to {_cpu.MAX_DIM}"
+            if not _dim_supported(plane.name, plane.dim):
+                least, most = _DIMS[plane.name]
+                return f"plane {plane.name} has dim {plane.dim}; supported: multiples of 8, {least} to {most}"
             wanted = self.plane_order(plane.name, plane.dtype, plane.dim, fmt.block_size)
             if (plane.order, plane.pack) != wanted:
                 return f"plane {plane.name} is laid out as {plane.order}/{plane.pack}, not {wanted[0]}/{wanted[1]}"
@@ -232,8 +292,18 @@ class CpuBackend:
         return None
 
 
-def _dim_supported(dim: int) -> bool:
-    return dim % 8 == 0 and _cpu.MIN_DIM <= dim <= _cpu.MAX_DIM
+def _dim_supported(plane: str, dim: int) -> bool:
+    least, most = _DIMS[plane]
+    return dim % 8 == 0 and least <= dim <= most
+
+
+_Item = TypeVar("_Item")
+
+
+def _key_first(items: Sequence[_Item], fmt: BlockFormat) -> tuple[_Item, _Item]:
+    """One item per plane, in the order of the native code: what lies as K does, then what lies as V."""
+    first, second = items
+    return (second, first) if fmt.planes[0].name == "latent" else (first, second)
 
 
 def _rows(rows: torch.Tensor, num_tokens: int, num_heads: int, dim: int) -> torch.Tensor:
@@ -250,6 +320,9 @@ def _make_batch(arena: torch.Tensor, tables: torch.Tensor, batch: QueryBatch) ->
             f"tables are {tables.dtype} {tuple(tables.shape)} and the arena {arena.dtype}; "
             f"expected int64 [{batch.num_sequences}, max_blocks] and uint8"
         )
+    for array in (batch.query_start_host, batch.first_position_host):
+        if array.dtype != np.int32 or not array.flags.c_contiguous:
+            raise ValueError("the batch's host arrays must be contiguous int32")
     if tables.stride(1) != 1 and tables.shape[1] > 1:
         raise ValueError("a sequence's row of the block table must be contiguous")
     return _cpu.Batch(

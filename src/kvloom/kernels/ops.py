@@ -45,7 +45,7 @@ class BlockFormat:
     """The blocks of one layer group in one format.
 
     The block of (layer i, head h) starts ``i * layer_bytes + h * block_bytes`` after its span's
-    arena offset. ``planes`` are (k, v) for ordinary layers.
+    arena offset. ``planes`` are (k, v) for ordinary layers and (latent, rope) for MLA.
     """
 
     block_size: int
@@ -195,6 +195,33 @@ class KernelBackend(Protocol):
             Output [T, num_query_heads, v_dim] in q's dtype, and None; with ``want_lse`` the output
             is float32 and comes with log-sum-exp [T, num_query_heads] float32 (natural log; -inf,
             and output 0, for a query without keys).
+        """
+        ...
+
+    def attend_latent(
+        self,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        tables: torch.Tensor,
+        batch: QueryBatch,
+        *,
+        scale: float,
+        keys: KeyRange = EVERY_KEY,
+        want_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Causal attention in the absorbed form of MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+        ``fmt`` has planes (latent, rope) and one head, which all query heads read. Logits are
+        ``(q_latent·latent + q_rope·rope) * scale`` and the output is the weighted mean of latents:
+        the caller has multiplied the key half of the up-projection into ``q_latent`` [T,
+        num_query_heads, latent_dim] and multiplies the output by its value half. ``q_rope`` is
+        [T, num_query_heads, rope_dim], of the same dtype.
+
+        Returns:
+            Output [T, num_query_heads, latent_dim] and log-sum-exp, as ``attend`` returns them.
         """
         ...
 

@@ -31,6 +31,10 @@ def element_index(plane: PlaneFormat, block_size: int, device: torch.device) -> 
     return (d // p) * (block_size * p) + t * p + d % p
 
 
+def _is_latent(fmt: BlockFormat) -> bool:
+    return fmt.planes[0].name == "latent"
+
+
 class ReferenceBackend:
     """See the module; signatures are documented on ``ops.KernelBackend``."""
 
@@ -110,7 +114,7 @@ class ReferenceBackend:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         num_tokens, num_query_heads, _ = q.shape
         compute = torch.float64 if q.dtype == torch.float64 else torch.float32
-        v_dim = fmt.planes[1].dim
+        v_dim = fmt.planes[0 if _is_latent(fmt) else 1].dim
         out = torch.zeros(num_tokens, num_query_heads, v_dim, dtype=compute, device=q.device)
         lse = torch.full((num_tokens, num_query_heads), float("-inf"), dtype=compute, device=q.device)
         for sequence in range(batch.num_sequences):
@@ -127,6 +131,24 @@ class ReferenceBackend:
         if want_lse:
             return out.float(), lse.float()
         return out.to(q.dtype), None
+
+    def attend_latent(
+        self,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        tables: torch.Tensor,
+        batch: QueryBatch,
+        *,
+        scale: float,
+        keys: KeyRange = EVERY_KEY,
+        want_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # One KV head, whose key is the latent beside its rope part, and whose value is the latent: _attend_rows.
+        q = torch.cat([q_latent, q_rope], dim=-1)
+        return self.attend(q, arena, fmt, layer_offset, tables, batch, scale=scale, keys=keys, want_lse=want_lse)
 
     def _attend_rows(
         self,
@@ -152,6 +174,8 @@ class ReferenceBackend:
         if low >= high:
             return
         k, v = (x.to(out.dtype) for x in self.gather(arena, fmt, layer_offset, table, low, high))
+        if _is_latent(fmt):
+            k, v = torch.cat([k, v], dim=-1), k
         groups = q.shape[1] // fmt.num_heads
         queries = q[rows].to(out.dtype).view(count, fmt.num_heads, groups, -1)
         logits = torch.einsum("thgd,khd->hgtk", queries, k) * scale

@@ -97,6 +97,21 @@ class Recorder:
         )
         return self.inner.attend(q, arena, fmt, layer_offset, tables, batch, **options)
 
+    def attend_latent(
+        self,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        tables: torch.Tensor,
+        batch: QueryBatch,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dims = (q_latent.shape[2], q_rope.shape[2])
+        self.attended.append(Call(self.groups[id(fmt)], layer_offset // fmt.layer_bytes, q_latent.shape[1], dims, None))
+        return self.inner.attend_latent(q_latent, q_rope, arena, fmt, layer_offset, tables, batch, **options)
+
 
 @torch.inference_mode()
 def check_calls(model: nn.Module, layout: KVLayout, query_heads: Sequence[int]) -> int:
