@@ -1,6 +1,7 @@
 """Decode and prefill attention against torch and against the machine's bounds.
 
-    python bench/attention.py [--json] [--rounds N] [--only decode|prefill] [--isa NAME]
+    python bench/attention.py [--json] [--rounds N] [--only decode|prefill] [--isa NAME] [--match TEXT]
+    python bench/attention.py --pools     # how threads are shared with torch, see docs/kernels.md
 
 Measures, in this order: read bandwidth (all threads), matrix peak (fp32 and bf16 products of torch), then per cell
 ours and torch's sdpa on contiguous tensors, interleaved over several rounds; each figure is the median of the
@@ -11,10 +12,13 @@ max(bytes / bandwidth, operations / matrix peak), with the better of the two mea
 from __future__ import annotations
 
 import argparse
+import ctypes
+import functools
 import json
 import math
 import mmap
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +26,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from kvloom.core.sizes import span_geometry
 from kvloom.core.layout import LayerSpec, group_layers
-from kvloom.kernels.cpu import CpuBackend
+from kvloom.core.sizes import span_geometry
+from kvloom.kernels.cpu import CpuBackend, find_gomp_parallel
 from kvloom.kernels.ops import BlockFormat, PlaneFormat, QueryBatch
 
 CPU = torch.device("cpu")
@@ -89,8 +93,9 @@ def read_bandwidth(rounds: int) -> float:
 
 def matrix_peak(dtype: torch.dtype, rounds: int) -> float:
     """GFLOP/s of torch's matrix product."""
-    a, b = (torch.randn(1024, 1024).to(dtype) for _ in range(2))
-    return 2 * 1024**3 / measure([lambda: a @ b], rounds * 3)[0] / 1e6
+    size = 512  # without bf16 instructions torch takes very long
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / measure([lambda: a @ b], rounds)[0] / 1e6
 
 
 class Cache:
@@ -181,15 +186,44 @@ def run_cell(
     )
 
 
-def show(cells: Sequence[Cell]) -> None:
-    print(f"{'cell':42} {'ours ms':>9} {'torch ms':>9} {'ratio':>6} {'bound ms':>9} {'reached':>8} {'GB/s':>6} {'GFLOP/s':>8}")
-    for cell in cells:
-        print(
-            f"{cell.name:42} {cell.ours_ms:9.2f} {cell.torch_ms:9.2f} {cell.torch_ms / cell.ours_ms:6.2f} "
-            f"{cell.bound_ms:9.2f} {cell.bound_ms / cell.ours_ms:8.0%} {cell.gb / cell.ours_ms * 1e3:6.1f} "
-            f"{cell.gflop / cell.ours_ms * 1e3:8.1f}",
-            flush=True,
-        )
+def compare_pools(rounds: int) -> dict[str, float]:
+    """Milliseconds of a decode-like step (per layer two of torch's products, then our attention) by thread pool."""
+    pools = {"shared with torch": find_gomp_parallel(), "own": 0}
+    try:
+        path = subprocess.check_output(["gcc", "-print-file-name=libgomp.so.1"], text=True).strip()
+        pools["second libgomp"] = ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value or 0
+    except OSError:
+        print("no compiler's libgomp on this system", file=sys.stderr)
+    shape = SMOLLM2
+    backends = {name: CpuBackend(gomp_parallel=entry) for name, entry in pools.items()}
+    cache = Cache(next(iter(backends.values())), shape, 8, 512, torch.bfloat16)
+    batch = QueryBatch.build([1] * 8, [511] * 8, CPU)
+    q = torch.randn(8, shape.query_heads, shape.dim).to(torch.bfloat16)
+    x = torch.randn(8, 576)
+    up = [torch.randn(1536, 576) for _ in cache.layers]
+    down = [torch.randn(576, 1536) for _ in cache.layers]
+
+    def step(backend: CpuBackend) -> None:
+        for layer in cache.layers:
+            torch.nn.functional.linear(torch.nn.functional.linear(x, up[layer]), down[layer])
+            offset = layer * cache.fmt.layer_bytes
+            backend.attend(q, cache.arena, cache.fmt, offset, cache.tables, batch, scale=0.125)
+
+    times = measure([functools.partial(step, backend) for backend in backends.values()], rounds)
+    return dict(zip(backends, times, strict=True))
+
+
+COLUMNS = (("ours ms", 9), ("torch ms", 9), ("ratio", 6), ("bound ms", 9), ("reached", 8), ("GB/s", 6), ("GFLOP/s", 8))
+HEADER = f"{'cell':42} " + " ".join(f"{title:>{width}}" for title, width in COLUMNS)
+
+
+def show(cell: Cell) -> None:
+    print(
+        f"{cell.name:42} {cell.ours_ms:9.2f} {cell.torch_ms:9.2f} {cell.torch_ms / cell.ours_ms:6.2f} "
+        f"{cell.bound_ms:9.2f} {cell.bound_ms / cell.ours_ms:8.0%} {cell.gb / cell.ours_ms * 1e3:6.1f} "
+        f"{cell.gflop / cell.ours_ms * 1e3:8.1f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -200,7 +234,12 @@ def main() -> None:
     parser.add_argument("--isa", help="variant to use (default: the fastest)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--match", default="", help="only cells whose name contains this")
+    parser.add_argument("--pools", action="store_true", help="compare thread pools instead")
     options = parser.parse_args()
+    if options.pools:
+        result = compare_pools(options.rounds)
+        print(json.dumps(result) if options.json else "\n".join(f"{k:20} {v:8.2f} ms" for k, v in result.items()))
+        return
     output, sys.stdout = sys.stdout, sys.stderr if options.json else sys.stdout
 
     torch.manual_seed(0)
@@ -210,7 +249,7 @@ def main() -> None:
     peaks = {str(t).removeprefix("torch."): matrix_peak(t, options.rounds) for t in (torch.float32, torch.bfloat16)}
     peak = max(peaks.values())
     print(
-        f"variant {backend.variant}, {backend.num_threads} threads, torch's pool shared: {backend.shares_torch_threads}\n"
+        f"variant {backend.variant}, {backend.num_threads} threads, shared with torch: {backend.shares_torch_threads}\n"
         f"read bandwidth {bandwidth:.1f} GB/s, matrix peak "
         + ", ".join(f"{name} {value:.0f} GFLOP/s" for name, value in peaks.items()),
         flush=True,
@@ -222,12 +261,13 @@ def main() -> None:
         if options.only != "decode":
             jobs += [(shape, 1, context, CHUNK) for context in PREFILL]
     cells = []
+    print(HEADER)
     for shape, sequences, context, new_tokens in jobs:
         if options.match not in f"{shape.name}, {sequences} × {context}":
             continue
         rounds = options.rounds if new_tokens == 1 else math.ceil(options.rounds / 2)
         cells.append(run_cell(backend, shape, sequences, context, new_tokens, dtype, bandwidth, peak, rounds))
-        show(cells[-1:]) if not options.json else None
+        show(cells[-1])
     if options.json:
         machine = {"variant": backend.variant, "threads": backend.num_threads, "dtype": options.dtype}
         machine |= {"bandwidth_gb_s": bandwidth, "peak_gflop_s": peaks}

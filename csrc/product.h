@@ -48,7 +48,7 @@ struct Same<X, X> {
 
 // B is one plane of `blocks` blocks, `steps` rows of each from `b_offset` bytes after the block's start;
 // A goes on from block to block. The blocks' list has one entry more, the block that will be read next,
-// or null. With `prefetch`, each step fetches from the next block what it reads from this.
+// or null. With `prefetch`, as much of it is fetched as is read here.
 struct Operands {
     const void* a;
     const unsigned char* const* block;
@@ -68,6 +68,7 @@ void product_tile(const Operands& o, int row, int column) {
     using V = typename T::V;
     using F = typename V::F;
     constexpr int W = V::W;
+    constexpr int kRowBytes = (HALF ? W / 2 : VECS * W) * T::P * static_cast<int>(sizeof(typename T::B));
     const auto* a = static_cast<const typename T::A*>(o.a) + static_cast<ptrdiff_t>(row) * kLda;
     float* c = o.c + row * o.c_stride + column;
     const ptrdiff_t b_stride = o.b_stride;
@@ -89,15 +90,17 @@ void product_tile(const Operands& o, int row, int column) {
     }
     for (int block = 0; block < o.blocks; ++block) {
         const unsigned char* start = o.block[block];
-        const unsigned char* next_start = o.block[block + 1];
-        const ptrdiff_t ahead = o.prefetch && next_start != nullptr ? next_start - start : 0;
         const auto* b = reinterpret_cast<const typename T::B*>(start + o.b_offset) + column * T::P;
+        // The tiles of a row of C fetch the next block's plane in order, each as many bytes as it reads.
+        const char* next = o.prefetch ? reinterpret_cast<const char*>(o.block[block + 1]) : nullptr;
+        if (next != nullptr) {
+            next += o.b_offset + static_cast<ptrdiff_t>(column) * T::P * static_cast<int>(sizeof(typename T::B)) * steps;
+        }
         for (int s = 0; s < steps; ++s, a += T::P, b += b_stride) {
-            if (ahead != 0) {
-                constexpr int bytes = (HALF ? W / 2 : VECS * W) * T::P * static_cast<int>(sizeof(typename T::B));
-                const char* next = reinterpret_cast<const char*>(b) + ahead;
+            if (next != nullptr) {
 #pragma GCC unroll 8
-                for (int at = 0; at < bytes; at += 64) __builtin_prefetch(next + at);
+                for (int at = 0; at < kRowBytes; at += 64) __builtin_prefetch(next + at);
+                next += kRowBytes;
             }
             if constexpr (Same<T, BF16Dot>::value) {
                 typename V::I x[VECS];
