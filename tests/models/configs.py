@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from tests.models.tiny import SPREAD, VOCAB_SIZE
 
 WINDOW = 12
@@ -29,6 +32,19 @@ SHAPE: dict[str, Any] = {
 SLIDE, FULL = "sliding_attention", "full_attention"
 SLIDING = {"sliding_window": WINDOW, "layer_types": [SLIDE, FULL]}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
+MLA_EXPERTS = (
+    MLA
+    | EXPERTS
+    | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+)
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -41,8 +57,11 @@ LONGROPE: dict[str, Any] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {"attention_bias": True},
+    "axk1": MLA_EXPERTS,
     "cohere": {"use_qk_norm": True},
     "cohere2": SLIDING,
+    "deepseek_v2": MLA_EXPERTS,
+    "deepseek_v3": MLA_EXPERTS,
     "ernie4_5": {"use_bias": True, "head_dim": 16},
     "exaone4": SLIDING,
     "gemma": {"head_dim": 32, "num_key_value_heads": 1},
@@ -64,6 +83,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "glm": {"head_dim": 16, "attention_bias": True},
     "glm4": {"head_dim": 16, "attention_bias": True},
+    "glm4_moe_lite": MLA_EXPERTS,
     "gpt2": {"n_inner": 96},
     "gpt_bigcode": {"n_inner": 96},
     "gpt_neox": {},
@@ -72,6 +92,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "helium": {"head_dim": 16},
     "llama": {"head_dim": 32},
+    "minicpm3": MLA,
     "ministral": SLIDING | {"head_dim": 16},
     "mistral": {"sliding_window": WINDOW, "head_dim": 32},
     "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -96,6 +117,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 32},
     "smollm3": SLIDING | {"use_sliding_window": True, "no_rope_layers": [1, 0]},
     "starcoder2": {"sliding_window": WINDOW},
+    "youtu": MLA,
 }
 
 # Multimodal model type -> the text model inside, which is what is served.
@@ -110,8 +132,6 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     Raises:
         ValueError: this transformers does not know the type.
     """
-    from transformers import AutoConfig
-
     if model_type in WRAPPED:
         text = tiny_config(WRAPPED[model_type], **changes)
         return AutoConfig.for_model(model_type, text_config=text.to_dict())
@@ -119,3 +139,11 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     if model_type in WITHOUT_KV_HEADS:
         del settings["num_key_value_heads"]
     return AutoConfig.for_model(model_type, **settings)
+
+
+def build(model_type: str, attention: str = "eager", seed: int = 0, **changes: Any) -> Any:
+    """A random float32 model of ``tiny_config(model_type)``; equal arguments give equal weights."""
+    torch.manual_seed(seed)
+    config = tiny_config(model_type, **changes).get_text_config()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    return model.eval().requires_grad_(False)

@@ -16,8 +16,11 @@ from kvloom.models.families.refused import REFUSED
 FAMILIES = {
     "apertus": "kvloom.models.families.plain:Plain",
     "arcee": "kvloom.models.families.plain:Plain",
+    "axk1": "kvloom.models.families.deepseek:DeepSeek",
     "cohere": "kvloom.models.families.plain:Plain",
     "cohere2": "kvloom.models.families.alternating:Alternating",
+    "deepseek_v2": "kvloom.models.families.deepseek:DeepSeek",
+    "deepseek_v3": "kvloom.models.families.deepseek:DeepSeek",
     "ernie4_5": "kvloom.models.families.plain:Plain",
     "exaone4": "kvloom.models.families.alternating:Alternating",
     "falcon": "kvloom.models.families.falcon:Falcon",
@@ -29,6 +32,7 @@ FAMILIES = {
     "gemma4_text": "kvloom.models.families.gemma4:Gemma4Text",
     "glm": "kvloom.models.families.plain:Plain",
     "glm4": "kvloom.models.families.plain:Plain",
+    "glm4_moe_lite": "kvloom.models.families.deepseek:DeepSeek",
     "gpt2": "kvloom.models.families.plain:Plain",
     "gpt_bigcode": "kvloom.models.families.gpt_bigcode:GptBigCode",
     "gpt_neox": "kvloom.models.families.plain:Plain",
@@ -37,6 +41,7 @@ FAMILIES = {
     "granitemoe": "kvloom.models.families.plain:Plain",
     "helium": "kvloom.models.families.plain:Plain",
     "llama": "kvloom.models.families.llama:Llama",
+    "minicpm3": "kvloom.models.families.deepseek:DeepSeek",
     "ministral": "kvloom.models.families.alternating:Alternating",
     "mistral": "kvloom.models.families.windowed:Windowed",
     "mixtral": "kvloom.models.families.windowed:Windowed",
@@ -54,6 +59,7 @@ FAMILIES = {
     "seed_oss": "kvloom.models.families.plain:Plain",
     "smollm3": "kvloom.models.families.alternating:Alternating",
     "starcoder2": "kvloom.models.families.windowed:Windowed",
+    "youtu": "kvloom.models.families.deepseek:DeepSeek",
 }
 GENERIC = "kvloom.models.families.generic:Generic"
 

@@ -16,12 +16,18 @@ _DROPPED = (
     "transformers' layers of this type do not pass keyword arguments on to their attention, so the paged cache cannot "
     "reach it"
 )
+_INDEXER = (
+    "an indexer chooses the keys that each query sees; its own keys are not in the cache, and its choice reaches "
+    "attention only as a mask"
+)
 _OWN = "transformers' code for it computes attention without the attention interface, so the paged cache is never asked"
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "bloom": _OWN + "; it also adds position biases (alibi) to its logits",
+        "deepseek_v32": _INDEXER,
         "doge": "its layers add a learned mask to the logits of every key, which the kernels do not compute",
+        "glm_moe_dsa": _INDEXER,
         "gpt_neo": _OWN,
         "llama4": _CHUNKS,
         "llama4_text": _CHUNKS,
