@@ -67,7 +67,11 @@ def make_model(model_type: str, attention: str, seed: int = 0) -> Any:
 
 def load_tiny(model_type: str, tokenizer: Any = None, eos: tuple[int, ...] = ()) -> LoadedModel:
     register_attention()
-    model = make_model(model_type, ATTENTION_NAME)
+    return as_loaded(make_model(model_type, ATTENTION_NAME), model_type, tokenizer, eos)
+
+
+def as_loaded(model: Any, model_type: str, tokenizer: Any = None, eos: tuple[int, ...] = ()) -> LoadedModel:
+    """What the loader would return for ``model``, which has our attention."""
     family = find_family(model_type, allow_unverified=False)
     return LoadedModel(
         model=model,
@@ -79,7 +83,7 @@ def load_tiny(model_type: str, tokenizer: Any = None, eos: tuple[int, ...] = ())
         name=f"tiny {model_type}",
         max_model_len=512,
         eos_token_ids=eos,
-        vocab_size=VOCAB,
+        vocab_size=model.config.vocab_size,
         weights_digest="tiny",
         tokenizer_digest="none",
         generation_defaults={},
@@ -95,6 +99,7 @@ def make_engine(
     kernels: str = "reference",
     tokenizer: Any = None,
     eos: tuple[int, ...] = (),
+    loaded: LoadedModel | None = None,
     **settings: Any,
 ) -> Engine:
     settings.setdefault("kv_cache_memory", "16MiB")
@@ -103,7 +108,7 @@ def make_engine(
     config = EngineConfig(
         kernels=kernels, pipeline=PipelineConfig(block_size=block_size, prefix_cache=prefix_cache), **settings
     )
-    return Engine(config, load_tiny(model_type, tokenizer, eos))
+    return Engine(config, loaded or load_tiny(model_type, tokenizer, eos))
 
 
 def minimum_memory(model_type: str, **settings: Any) -> str:

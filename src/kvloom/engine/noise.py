@@ -75,10 +75,12 @@ def _compute(
     start = 0
     for step, count in enumerate(schedule):
         chunks = [Chunk(sequence, start, count)]
-        if step == len(schedule) - 1:
-            chunks = [*(Chunk(c, 0, c.num_tokens) for c in companions), *chunks]
-        fits = all(manager.reserve(chunk.sequence.cache, chunk.end) for chunk in chunks)
+        fits = manager.reserve(sequence.cache, start + count)
         assert fits, "the empty cache holds one sequence of max_model_len, and the probe is shorter"
+        if step == len(schedule) - 1:
+            # Each takes a block of its own; a cache for little more than one sequence has no room for all.
+            beside = [c for c in companions if manager.reserve(c.cache, c.num_tokens)]
+            chunks = [*(Chunk(c, 0, c.num_tokens) for c in beside), *chunks]
         offset = sum(chunk.count for chunk in chunks[:-1])
         first_wanted = max(start, len(tokens) - rows)
         wanted = np.arange(first_wanted, start + count, dtype=np.int64) - start + offset
