@@ -175,6 +175,7 @@ class AsyncEngine:
         if self._thread is not None:
             self._inbox.put(lambda: ())
             await asyncio.to_thread(self._thread.join)
+        self._engine.close()
         self._fail_streams(EngineStoppedError("the server stopped before this request was done; send it again"))
 
     # -- checks on the event loop --------------------------------------------------------------------

@@ -9,6 +9,7 @@ A step::
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence as Seq
@@ -121,6 +122,7 @@ class Engine:
         )
         self.info = self._make_info()
         self._grammars: GrammarCompiler | None = None
+        self._grammars_lock = threading.Lock()
         self._records: dict[str, _Record] = {}
         self._order = 0
         self._failed_steps = 0
@@ -283,11 +285,18 @@ class Engine:
         return PreparedRequest(request=request, max_len=len(prompt) + new, grammar=grammar)
 
     def _compiler(self) -> GrammarCompiler:
-        if self._grammars is None:
-            from kvloom.engine.grammar import GrammarCompiler  # its library loads only when somebody asks
+        with self._grammars_lock:  # several requests may ask first at the same moment
+            if self._grammars is None:
+                from kvloom.engine.grammar import GrammarCompiler  # its library loads only when somebody asks
 
-            self._grammars = GrammarCompiler(self.loaded.tokenizer, self.loaded.vocab_size, self.loaded.eos_token_ids)
-        return self._grammars
+                model = self.loaded
+                self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+            return self._grammars
+
+    def close(self) -> None:
+        """End what lives beside the engine (the process that tries grammars). The engine is done then."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def add(self, prepared: PreparedRequest) -> None:
         """Queue a prepared request.
@@ -458,7 +467,9 @@ class Engine:
         for row, (sequence, _) in enumerate(drawn):
             if row in failures:
                 self._errors["sampling"] += 1
-                outputs.append(self._finish(sequence, "error", error=str(failures[row])))
+                reason = sequence.grammar.error if sequence.grammar is not None else None
+                message = str(failures[row]) if reason is None else f"the grammar cannot go on: {reason}"
+                outputs.append(self._finish(sequence, "error", error=message))
                 continue
             outputs.append(self._append(sequence, token_ids[row], logprobs[row]))
         return outputs

@@ -26,6 +26,9 @@ MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 4096
 _REMEMBERED_VERDICTS = 128
 _MAX_MESSAGE = 600
+# JSON allows endless white space between tokens, and a small model may write nothing else until its
+# tokens are used up. A schema's own "x-guidance" wins over this.
+_JSON_DEFAULTS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 # llguidance's defaults but for the row, which an object of 500 optional properties would overrun.
 _LIMITS = {
     "max_items_in_row": 10_000,
@@ -163,11 +166,11 @@ def to_llguidance(grammar: Grammar) -> str:
         raise _refusal(grammar, f"it has {size} bytes, the limit is {MAX_GRAMMAR_BYTES}; simplify it")
     matcher = llguidance.LLMatcher
     if grammar.kind == "json_object":
-        return str(matcher.grammar_from_json_schema('{"type": "object"}'))
+        return str(matcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_DEFAULTS))
     if grammar.kind == "json_schema":
         if not isinstance(_json(grammar), dict | bool):
             raise _refusal(grammar, "a JSON schema is an object")
-        return str(matcher.grammar_from_json_schema(grammar.text))
+        return str(matcher.grammar_from_json_schema(grammar.text, defaults=_JSON_DEFAULTS))
     if grammar.kind == "regex":
         return str(matcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
