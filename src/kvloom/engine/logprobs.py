@@ -39,8 +39,8 @@ def top_tokens(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     found = np.empty((len(rows), count), dtype=np.int64)
     lowest = top_values(x, count)[:, -1].numpy()
     for i, row in enumerate(rows):
-        ids = np.flatnonzero(row >= lowest[i])
-        found[i] = ids[np.argsort(-row[ids], kind="stable")[:count]]
+        candidates = np.flatnonzero(row >= lowest[i])
+        found[i] = candidates[np.argsort(-row[candidates], kind="stable")[:count]]
     best = torch.from_numpy(found)
     return best, x.gather(-1, best)
 

@@ -152,7 +152,7 @@ def _draw_kept(x: Tensor, scale: Scale, cut: Cut, u: Tensor, rows: list[int], to
         cumulative = np.cumsum(weights[start:end])
         total = int(cumulative[-1])
         goal = min(int(shares[row] * float(total)), total - 1)
-        place = np.searchsorted(cumulative, goal, side="right")
+        place = int(np.searchsorted(cumulative, goal, side="right"))
         tokens[row] = int(ids[min(place, len(ids) - 1)])
 
 
