@@ -22,6 +22,7 @@ from kvloom.kernels.ops import KernelBackend
 from kvloom.models.families import find_family
 from kvloom.models.families.deepseek import DeepSeek, hand_over_latents
 from kvloom.models.loader import LoadedModel
+from kvloom.models.parity import quick_cases
 from tests.engine.tiny import ask, assert_greedy, prompt_of, run, tokens
 from tests.models import configs
 from tests.models.harness import (
@@ -60,13 +61,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def load(model_type: str, **changes: Any) -> tuple[Any, Any, KVLayout]:
+def load(model_type: str, max_model_len: int = 512, **changes: Any) -> tuple[Any, Any, KVLayout]:
     """(model with our attention, equal one with eager, layout)."""
     register_attention()
     family = find_family(model_type, allow_unverified=False)
     model = configs.build(model_type, ATTENTION_NAME, **changes)
     assert family.unsupported(model.config) is None
-    family.prepare(model, 512)
+    family.prepare(model, max_model_len)
     layout = group_layers(family.layers(model.config))
     return model, configs.build(model_type, **changes), layout
 
@@ -79,6 +80,13 @@ def test_logits_equal_eager(model_type: str, variant: str, backend: str) -> None
     model, eager, layout = load(model_type, **VARIANTS[variant])
     check_parity(model, eager, layout, backend=kernels, tolerance=TIGHT)
     assert bool(kernels.fallbacks) == (backend == "cpu" and "without native" in variant)
+
+
+def test_long_rope_is_fixed_at_load() -> None:
+    """MiniCPM3's checkpoints have it; within the original length plain eager uses the short factors too."""
+    model, eager, layout = load("minicpm3", max_model_len=256, rope_parameters=configs.LONGROPE)
+    cases = quick_cases(0, 16, VOCAB_SIZE)
+    check_parity(model, eager, layout, cases=cases, tolerance=TIGHT)
 
 
 def test_yarn_scales_the_logits() -> None:
