@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from kvloom.core.errors import KvloomError, RequestError
+from kvloom.models.command import models
 from kvloom.planner.command import plan
 
 app = typer.Typer(
@@ -310,6 +311,7 @@ def generate(
 
 
 app.command("plan")(plan)
+app.add_typer(models, name="models")
 
 
 @app.command()
