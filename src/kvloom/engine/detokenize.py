@@ -64,7 +64,9 @@ class _Vocabulary:
 def _vocabulary(tokenizer: Any) -> _Vocabulary:
     backend = tokenizer.backend_tokenizer
     added = backend.get_added_tokens_decoder()
-    decoder: dict[str, Any] = {"type": "None"} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+    decoder: dict[str, Any] = {"type": "None"}
+    if backend.decoder is not None:
+        decoder = json.loads(backend.decoder.__getstate__())
     return _Vocabulary(
         backend=backend,
         special=frozenset(token_id for token_id, token in added.items() if token.special),
