@@ -240,3 +240,37 @@ def test_a_failing_step_ends_its_requests_and_not_the_engine(model_type: str, mo
     assert len(tokens(run(engine)["y", 0])) == 8
     assert engine.snapshot().errors == {"ZeroDivisionError": 1}
     assert engine.snapshot().cache.used_bytes == 0
+
+
+def test_a_step_that_fails_after_the_fork_ends_the_siblings_too(monkeypatch: Any) -> None:
+    for place in ("sample", "_append"):
+        engine = make_engine("llama", max_sequences=2)  # the third sibling finds no place and waits
+        ask(engine, "x", prompt_of(0, 20), n=3, max_tokens=1)
+        ask(engine, "y", prompt_of(1, 20), max_tokens=1)
+        with monkeypatch.context() as patch:
+            if place == "sample":
+                patch.setattr("kvloom.engine.engine.sample", lambda *_: 1 / 0)
+            else:  # some have ended by then, and nobody heard of it
+
+                def append(s: Any, *rest: Any, inner: Any = engine._append) -> Any:
+                    return 1 / 0 if s.index == 2 else inner(s, *rest)
+
+                patch.setattr(engine, "_append", append)
+            ended = engine.step()
+        assert sorted((o.request_id, o.index) for o in ended) == [("x", 0), ("x", 1), ("x", 2), ("y", 0)]
+        assert all(output.finish_reason == "error" for output in ended)
+        assert not engine.has_work and engine.snapshot().cache.used_bytes == 0
+        ask(engine, "x", prompt_of(0, 20))
+        assert len(tokens(run(engine)["x", 0])) == 8
+
+
+def test_siblings_that_wait_do_not_fill_the_queue() -> None:
+    engine = make_engine("llama", max_sequences=2, max_waiting=4)
+    ask(engine, "x", prompt_of(0, 20), n=8)
+    engine.step()
+    assert engine.num_waiting == 6
+    for i in range(4):
+        ask(engine, f"y{i}", prompt_of(i, 20))
+    with pytest.raises(QueueFullError):
+        ask(engine, "z", prompt_of(0, 20))
+    assert len(run(engine)) == 12

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -36,7 +39,8 @@ def _map_anonymous(num_bytes: int) -> torch.Tensor:
     # One huge page more than asked, so that the tensor can start on a huge-page boundary.
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE)
     if sys.platform == "linux":
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages serves small ones
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
     start = -whole.data_ptr() % HUGE_PAGE
     arena = whole[start : start + num_bytes]
@@ -63,18 +67,35 @@ def poison(arena: torch.Tensor, offset: int, num_bytes: int) -> None:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Bytes free on ``device`` now: MemAvailable on CPUs, the driver's figure on GPUs."""
+    """Bytes free on ``device`` now: what this process may still take on CPUs, the driver's figure on GPUs."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "cpu":
-        try:
-            with open("/proc/meminfo", encoding="ascii") as file:
-                for line in file:
-                    if line.startswith("MemAvailable:"):
-                        return int(line.split()[1]) * 1024
-        except OSError:
-            pass
-        import os
-
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free = _available_bytes()
+        left = control_group_bytes(Path("/sys/fs/cgroup"))
+        return free if left is None else min(free, left)
     return 4 * 2**30  # no figure to be had on this device; the allocation itself will tell
+
+
+def _available_bytes() -> int:
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def control_group_bytes(directory: Path) -> int | None:
+    """What a container's memory limit leaves; None without one. The machine's own figure knows nothing of it.
+
+    Clean pages of files count as used there, but the kernel drops them when memory is asked for.
+    """
+    try:
+        limit = (directory / "memory.max").read_text().strip()
+        used = int((directory / "memory.current").read_text())
+        if not limit.isdigit():
+            return None
+        statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - max(0, used - int(statistics.get("inactive_file", "0"))))
+    except (OSError, ValueError):
+        return None

@@ -213,7 +213,7 @@ class AsyncEngine:
                 self._snapshot = self._engine.snapshot()
                 if outputs:
                     self._call_loop(functools.partial(self._deliver, outputs))
-        except Exception as error:
+        except BaseException as error:  # a panic in Rust (tokenizers, llguidance) is no Exception
             self.failed = f"{type(error).__name__}: {error}"
             failure = EngineError(f"the engine failed: {error}; restart the server")
             self._call_loop(lambda: self._fail_streams(failure))

@@ -124,6 +124,8 @@ class Engine:
         self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
         self._records: dict[str, _Record] = {}
+        self._forked: list[Sequence] = []  # siblings that came to be in this step
+        self._not_started = 0  # requests that were never scheduled; what the queue's bound counts
         self._order = 0
         self._failed_steps = 0
         self._steps = 0
@@ -308,9 +310,10 @@ class Engine:
         request = prepared.request
         if request.request_id in self._records:
             raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
-        if self.num_waiting >= self.config.max_waiting:
+        # Preempted sequences and siblings wait too, but they were let in before.
+        if self._not_started >= self.config.max_waiting:
             raise QueueFullError(
-                f"{self.num_waiting} requests wait already, the limit is {self.config.max_waiting}; try again later",
+                f"{self._not_started} requests wait already, the limit is {self.config.max_waiting}; try again later",
                 retry_after_s=1,
             )
         seed = request.params.seed
@@ -330,6 +333,7 @@ class Engine:
         sequence.grammar = prepared.grammar
         self._records[request.request_id] = _Record(sequences=[sequence], unfinished=request.params.n)
         self._requests += 1
+        self._not_started += 1
         self._prompt_tokens += sequence.num_prompt
         self.scheduler.add(sequence)
 
@@ -370,6 +374,7 @@ class Engine:
         now = time.monotonic()
         for chunk in chunks:
             self._note_scheduled(chunk.sequence, now)
+        self._forked = []
         try:
             outputs = self._run(chunks)
         except Exception as error:
@@ -378,18 +383,31 @@ class Engine:
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise EngineError(f"{MAX_FAILED_STEPS} steps failed in a row, the last with: {error}") from error
             message = f"the engine failed on this request: {error}"
-            unfinished = [c.sequence for c in chunks if c.sequence.status is not SequenceStatus.FINISHED]
-            return [output for sequence in unfinished for output in self._end(sequence, "error", error=message)]
+            concerned = [*(chunk.sequence for chunk in chunks), *self._forked]
+            return [output for sequence in concerned for output in self._fail(sequence, message)]
         self._failed_steps = 0
         return outputs
+
+    def _fail(self, sequence: Sequence, message: str) -> list[SequenceOutput]:
+        """End a sequence whose step failed."""
+        if sequence.status is not SequenceStatus.FINISHED:
+            return self._end(sequence, "error", error=message)
+        # It had ended in this very step, and the output that said so is lost.
+        return [
+            SequenceOutput(request_id=sequence.request_id, index=sequence.index, finish_reason="error", error=message)
+        ]
 
     def _note_scheduled(self, sequence: Sequence, now: float) -> None:
         if sequence.first_scheduled is None:
             sequence.first_scheduled = now
-            record = self._records[sequence.request_id]
-            if not record.left_queue:
-                record.left_queue = True
-                self.left_queue += 1
+            self._note_left_queue(sequence)
+
+    def _note_left_queue(self, sequence: Sequence) -> None:
+        record = self._records[sequence.request_id]
+        if not record.left_queue:
+            record.left_queue = True
+            self.left_queue += 1
+            self._not_started -= 1
 
     def _run(self, chunks: Seq[Chunk]) -> list[SequenceOutput]:
         rows, prompt_rows, sampled = self._wanted_rows(chunks)
@@ -487,7 +505,7 @@ class Engine:
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The leader's pending siblings, sharing its spans; one that finds no memory will wait."""
         siblings: list[Sequence] = []
-        for index in range(1, 1 + leader.siblings):
+        for index in range(leader.params.n - leader.siblings, leader.params.n):
             sibling = Sequence(
                 request_id=leader.request_id,
                 index=index,
@@ -506,8 +524,9 @@ class Engine:
                 sibling.cache = self.manager.fork(leader.cache)
             self.scheduler.start_forked(sibling)
             self._records[leader.request_id].sequences.append(sibling)
+            self._forked.append(sibling)
             siblings.append(sibling)
-        leader.siblings = 0
+            leader.siblings -= 1
         return siblings
 
     def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> SequenceOutput:
@@ -516,6 +535,7 @@ class Engine:
         params = sequence.params
         reason: FinishReason | None = None
         if sequence.grammar is not None and not sequence.grammar.accept(token_id):
+            self._errors["grammar"] += 1
             return self._finish(sequence, "error", error=f"token {token_id} broke the grammar that allowed it")
         enough = sequence.num_generated >= params.min_tokens
         if enough and (
@@ -549,20 +569,15 @@ class Engine:
         error: str | None = None,
     ) -> SequenceOutput:
         output = self._output(sequence, token_id, logprob, reason, error)
-        self._note_ended(sequence)
+        self._note_left_queue(sequence)
         self.scheduler.finish(sequence)
-        self._finished[reason] += 1
+        ended = 1 + sequence.siblings  # siblings never forked end with their leader
+        self._finished[reason] += ended
         record = self._records[sequence.request_id]
-        record.unfinished -= 1 + sequence.siblings  # siblings never forked end with their leader
+        record.unfinished -= ended
         if record.unfinished == 0:
             del self._records[sequence.request_id]
         return output
-
-    def _note_ended(self, sequence: Sequence) -> None:
-        record = self._records[sequence.request_id]
-        if not record.left_queue:
-            record.left_queue = True
-            self.left_queue += 1
 
     def _output(
         self,

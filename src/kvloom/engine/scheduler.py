@@ -21,6 +21,7 @@ from kvloom.cache.manager import CacheManager
 from kvloom.core.sequence import Sequence, SequenceStatus
 
 HIT_RATE_REQUESTS = 1000
+MAX_REMOVED = 64  # entries of ended sequences that the queue may hold before it is cleaned
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,11 @@ class WaitingQueue:
         self._removed.add(id(sequence))
         self._count -= 1
         self.peek()  # drop it now if it is at the head, so that its id cannot be met again
+        if len(self._removed) > max(MAX_REMOVED, self._count):
+            # A head that waits for long must not let those cancelled behind it pile up.
+            self._heap = [entry for entry in self._heap if id(entry[1]) not in self._removed]
+            heapq.heapify(self._heap)
+            self._removed.clear()
 
 
 class Scheduler:

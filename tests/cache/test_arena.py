@@ -1,0 +1,30 @@
+"""What is free: a container's limit counts, and pages that the kernel would drop do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kvloom.cache.arena import allocate_arena, control_group_bytes, free_device_bytes
+
+
+def group(directory: Path, limit: str, used: int, inactive: int) -> Path:
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.current").write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon 7\ninactive_file {inactive}\n")
+    return directory
+
+
+def test_a_container_limit_bounds_what_is_free(tmp_path: Path) -> None:
+    assert control_group_bytes(tmp_path / "none") is None
+    assert control_group_bytes(group(tmp_path, "max", 10, 0)) is None
+    assert control_group_bytes(group(tmp_path, "1000", 300, 100)) == 800
+    assert control_group_bytes(group(tmp_path, "1000", 1200, 0)) == 0
+    assert free_device_bytes(torch.device("cpu")) > 0
+
+
+def test_the_arena_starts_zeroed_and_aligned() -> None:
+    arena = allocate_arena(3 * 4096 + 64, torch.device("cpu"))
+    assert arena.numel() == 3 * 4096 + 64 and arena.data_ptr() % (2 << 20) == 0
+    assert int(arena.sum()) == 0
