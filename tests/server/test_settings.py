@@ -88,3 +88,7 @@ def test_missing_file_and_unknown_variable(tmp_path: Path) -> None:
         resolve_settings({}, environment={}, config=tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="KVLOOM_PROT"):
         resolve_settings({}, environment={"KVLOOM_PROT": "1"})
+
+
+def test_variables_that_are_no_settings_are_left_to_those_who_read_them() -> None:
+    resolve_settings({}, environment={"KVLOOM_CPU_ISA": "avx2", "KVLOOM_DEBUG": "1"})

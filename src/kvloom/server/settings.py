@@ -31,7 +31,7 @@ LISTS: Mapping[str, str] = {
     "served_model_name": "served_model_names",
     "cors_origin": "cors_origins",
 }
-VARIABLES_ONLY = frozenset({"debug", "config"})
+VARIABLES_ONLY = frozenset({"debug", "config", "cpu_isa"})  # the last is read by kernels/cpu.py
 SERVER = frozenset(field.name for field in dataclasses.fields(ServerConfig))
 KNOWN = frozenset(flat_settings()) | SERVER
 
