@@ -84,6 +84,14 @@ def test_dtype_auto_is_what_the_files_hold_where_the_cpu_can(dtype: str, tmp_pat
     assert load(tmp_path / "model", tmp_path, dtype="float32").model.dtype == torch.float32
 
 
+def test_an_added_token_beyond_the_logits_is_a_warning(directory: Path, tmp_path: Path) -> None:
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(directory)
+    loaded = load(directory, tmp_path)
+    assert len(loaded.warnings) == 1 and "<image>" in loaded.warnings[0]
+
+
 def test_several_shards_load_as_one(tmp_path: Path) -> None:
     directory = tiny.save(tmp_path / "model", tiny.llama_config(), max_shard_size="100KB")
     assert len(list(directory.glob("*.safetensors"))) > 2

@@ -100,11 +100,7 @@ def load_checkpoint(source: ModelSource, config: EngineConfig, device: torch.dev
         )
         if unchecked is not None:
             warnings.append(unchecked)
-    if len(tokenizer) > vocab_size:
-        raise CorruptModelError(
-            f"{source.directory} has a tokenizer of {len(tokenizer)} tokens but logits for {vocab_size}; "
-            "use the tokenizer that came with the weights"
-        )
+    warnings += check_vocabulary(source, tokenizer, vocab_size)
     cache = cache_directory(config.cache_dir)
     return LoadedModel(
         model=model,
@@ -163,6 +159,23 @@ def auto_dtype(stored: str, device: torch.device) -> str:
         "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     return stored if supported[stored]() else "float32"
+
+
+def check_vocabulary(source: ModelSource, tokenizer: Any, vocab_size: int) -> list[str]:
+    """A warning where added tokens have ids beyond the logits, as Gemma 3's image token in its text models.
+
+    Raises:
+        CorruptModelError: the vocabulary itself goes beyond them: the tokenizer is another model's.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise CorruptModelError(
+            f"{source.directory} has a tokenizer of {tokenizer.vocab_size} tokens but logits for {vocab_size}; "
+            "use the tokenizer that came with the weights"
+        )
+    beyond = sorted(token for token, number in tokenizer.get_added_vocab().items() if number >= vocab_size)
+    if not beyond:
+        return []
+    return [f"prompts with {', '.join(beyond[:4])} are refused: the model has no embedding for it"]
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ CONVERTER_VERSION = 1  # raise it when converted directories must be made again
 _PACKAGE = "package:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_NOT_HUB_FILES = ("*/*", "consolidated*")  # other formats of the same weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +166,9 @@ def _download(repository: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=list(_HUB_FILES)))
+        return Path(
+            snapshot_download(repository, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_NOT_HUB_FILES))
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
