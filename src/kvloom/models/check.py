@@ -24,7 +24,7 @@ from kvloom.models.parity import TOLERANCE, Check, Eager, eager_of, quick_cases,
 BLOCK_SIZE = 32
 ROWS = 16  # logit rows compared per chunk: a whole prompt's would take gigabytes with a large vocabulary
 MAX_EAGER_BYTES = 2 * 2**30  # of one layer's attention scores, which eager holds in full
-_PROBE_TOKENS = 32
+_PROBE_TOKENS = 256  # enough that the time per pass does not drown the time per token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ def check_model(
     device: str = "cpu",
     kernels: str = "auto",
     cache_dir: str | None = None,
-    max_seconds: float = 300.0,
+    max_seconds: float = 600.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
     """Compare ``model``'s logits through our attention with eager's, in about ``max_seconds`` at most.
@@ -126,9 +126,9 @@ def _switched(model: Any) -> Eager:
 
 
 def _measure(eager: Eager) -> float:
-    """Seconds per token of an eager pass, the first one left out."""
-    ids = list(range(_PROBE_TOKENS))
-    eager(ids, [0])
+    """Seconds per token of an eager pass; a short one before it, as first passes are slow."""
+    ids = [0] * _PROBE_TOKENS
+    eager(ids[:8], [0])
     started = time.monotonic()
     eager(ids, [0])
     return max((time.monotonic() - started) / _PROBE_TOKENS, 1e-6)
@@ -137,10 +137,10 @@ def _measure(eager: Eager) -> float:
 def _tokens_in(seconds: float, seconds_per_token: float) -> int:
     """The longest window that the cases can pass in ``seconds``.
 
-    They compute about 8 windows and 600 tokens, twice (eager and ours), and 50 single tokens, each of
-    which reads all weights for itself and takes as long as eight in a batch.
+    They compute about 7 windows and 500 tokens, twice (eager and ours), and 30 steps of two tokens,
+    each of which reads all weights for itself and takes as long as a dozen tokens in a batch.
     """
-    return int(((seconds / seconds_per_token - 50 * 8) / 2 - 600) / 8)
+    return int(((seconds / seconds_per_token - 30 * 12) / 2 - 500) / 7)
 
 
 def _window_to_pass(layout: KVLayout, most: int, seconds_per_token: float) -> tuple[int, list[str]]:

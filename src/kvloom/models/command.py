@@ -76,7 +76,7 @@ def check(
     ] = None,
     max_seconds: Annotated[
         float, typer.Option("--max-seconds", min=1.0, help="about how long; longer windows are left out, and named")
-    ] = 300.0,
+    ] = 600.0,
     json_output: JsonOutput = False,
 ) -> None:
     """Compare MODEL's logits through the paged cache with transformers' eager attention, in float32."""
