@@ -72,6 +72,19 @@ def test_stop_strings_end_the_text_and_free_the_sequence(llm: LLM) -> None:
     assert llm.snapshot().cache.used_bytes == 0 and llm.snapshot().running == 0
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_shows_only_when_asked_for(llm: LLM, include: bool) -> None:
+    (whole,) = llm.generate("stop here", GREEDY)
+    ids = whole.outputs[0].token_ids
+    end = ids.index(ids[5]) + 1
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=(ids[5],), include_stop_str_in_output=include
+    )
+    (cut,) = llm.generate("stop here", params)
+    assert cut.outputs[0].token_ids == ids[:end]
+    assert cut.outputs[0].text == llm.tokenizer.backend_tokenizer.decode(ids[: end if include else end - 1])
+
+
 def test_n_answers_and_log_probabilities(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=1, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     (result,) = llm.generate("several", params)

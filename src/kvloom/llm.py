@@ -43,6 +43,7 @@ class _Open:
 
     def __init__(self, result: GenerationResult, params: SamplingParams, tokenizer: Any) -> None:
         self.result = result
+        self.params = params
         self.streams = [TextStream(tokenizer, params, result.prompt_token_ids) for _ in range(params.n)]
         self.unfinished = params.n
 
@@ -196,8 +197,10 @@ class LLM:
             if output.finish_reason == "error":
                 raise EngineError(output.error or "the engine failed on a request")
             stream = entry.streams[output.index]
-            tokens = [token for token in output.token_ids if token != output.stop_token_id]
-            delta = stream.push(tokens)
+            shown = output.token_ids
+            if output.stop_token_id is not None and not entry.params.include_stop_str_in_output:
+                shown = shown[:-1]  # the stop token comes last
+            delta = stream.push(shown)
             completion.text += delta.text
             kept = delta.num_tokens_used if delta.stopped is not None else len(output.token_ids)
             completion.token_ids += output.token_ids[:kept]
