@@ -87,7 +87,11 @@ struct Vec {
     static constexpr bool kDot = true;
 
     // Keeps x in its register: GCC would load it again for every row.
+#ifdef KVLOOM_EMULATE_AVX512
+    static void keep(I&) {}  // an emulated vector has no register of its own
+#else
     static void keep(I& x) { asm("" : "+v"(x)); }
+#endif
 
     // acc + first*first + second*second over bf16 pairs.
     static F dot(F acc, uint32_t pair, I pairs) {
