@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -69,6 +70,22 @@ def test_aborting_frees_at_once_and_twice_does_no_harm() -> None:
         engine.abort("never heard of")
         snapshot = await settled(engine)
         assert snapshot.cache.used_bytes == 0 and snapshot.cancellations == 1
+
+    serve(body)
+
+
+def test_an_id_used_again_gets_nothing_of_the_request_before() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        expected = [o.token_ids for o in await collect(await engine.submit(request("alone", 30, max_tokens=6)))]
+        for _ in range(5):
+            first = await engine.submit(request("x", 20, max_tokens=200))
+            await anext(first)
+            time.sleep(0.02)  # outputs gather for a loop that is busy
+            engine.abort("x")
+            again = await engine.submit(request("x", 30, max_tokens=6))
+            assert [o.token_ids for o in await collect(again)] == expected
+        await settled(engine)
+        assert not engine._sources and not engine._streams
 
     serve(body)
 

@@ -74,7 +74,8 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], Sequence[SequenceOutput]]] = queue.SimpleQueue()
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[str, OutputStream] = {}  # the loop's: who still reads
+        self._sources: dict[str, OutputStream] = {}  # the engine's thread's: whom an id stands for
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._accepted = 0  # requests accepted; written by the loop's thread only
@@ -129,7 +130,7 @@ class AsyncEngine:
         stream = OutputStream(request.params.n)
         self._streams[request.request_id] = stream
         self._accepted += 1
-        self._inbox.put(lambda: self._add(prepared))
+        self._inbox.put(lambda: self._add(prepared, stream))
         return stream
 
     def generate(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
@@ -199,17 +200,17 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                outputs: list[SequenceOutput] = []
+                outputs: list[tuple[OutputStream, SequenceOutput]] = []
                 while True:
                     try:
                         command = self._inbox.get(block=not self._engine.has_work and not outputs, timeout=1.0)
                     except queue.Empty:
                         break
-                    outputs += command()
+                    outputs += self._addressed(command())
                     if self._stopping:
                         break
                 if self._engine.has_work and not self._stopping:
-                    outputs += self._engine.step()
+                    outputs += self._addressed(self._engine.step())
                 self._snapshot = self._engine.snapshot()
                 if outputs:
                     self._call_loop(functools.partial(self._deliver, outputs))
@@ -218,7 +219,16 @@ class AsyncEngine:
             failure = EngineError(f"the engine failed: {error}; restart the server")
             self._call_loop(lambda: self._fail_streams(failure))
 
-    def _add(self, prepared: PreparedRequest) -> Sequence[SequenceOutput]:
+    def _addressed(self, outputs: Sequence[SequenceOutput]) -> list[tuple[OutputStream, SequenceOutput]]:
+        """Outputs with the stream they are for: a cancelled request's id may be in use again when they arrive."""
+        found = [(self._sources[output.request_id], output) for output in outputs if output.request_id in self._sources]
+        for output in outputs:
+            if output.finish_reason is not None and not self._engine.holds(output.request_id):
+                self._sources.pop(output.request_id, None)
+        return found
+
+    def _add(self, prepared: PreparedRequest, stream: OutputStream) -> Sequence[SequenceOutput]:
+        self._sources[prepared.request.request_id] = stream
         try:
             self._engine.add(prepared)
         except RequestError as error:
@@ -239,10 +249,9 @@ class AsyncEngine:
             # The loop is closed: nobody is left to read.
             self._stopping = True
 
-    def _deliver(self, outputs: Sequence[SequenceOutput]) -> None:
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is None:
+    def _deliver(self, outputs: Sequence[tuple[OutputStream, SequenceOutput]]) -> None:
+        for stream, output in outputs:
+            if self._streams.get(output.request_id) is not stream:
                 continue  # its reader is gone
             stream.push(output)
             if stream.complete:

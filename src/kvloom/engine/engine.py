@@ -249,6 +249,10 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def holds(self, request_id: str) -> bool:
+        """Whether the request is queued or running."""
+        return request_id in self._records
+
     def prepare(self, request: EngineRequest) -> PreparedRequest:
         """Check a request and compile its grammar. Touches no engine state; any thread may call it.
 
