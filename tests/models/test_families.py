@@ -52,7 +52,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     model_type = request.param
     skip_unknown(model_type)
     if model_type in configs.WRAPPED:
-        pytest.skip(f"its text part is {configs.WRAPPED[model_type]}; tests/models/test_multimodal.py loads it")
+        pytest.skip(f"its text part is {configs.WRAPPED[model_type]}, tested here; other tests load whole checkpoints")
     register_attention()
     family = find_family(model_type, allow_unverified=False)
     config = family.text_config(configs.tiny_config(model_type))

@@ -15,6 +15,7 @@ import torch
 
 from kvloom.attention.interface import ATTENTION_NAME
 from kvloom.core.config import EngineConfig
+from kvloom.core.errors import UnsupportedModelError
 from kvloom.core.layout import KVLayout
 from kvloom.kernels.ops import choose_backend
 from kvloom.models.loader import load_model
@@ -22,6 +23,7 @@ from kvloom.models.paged import PagedRunner
 from kvloom.models.parity import TOLERANCE, Check, Eager, eager_of, quick_cases, run_case, tokens_of
 
 BLOCK_SIZE = 32
+MIN_LENGTH = 2 * BLOCK_SIZE + 64  # of the longest sequence in the cases, beside a window
 ROWS = 16  # logit rows compared per chunk: a whole prompt's would take gigabytes with a large vocabulary
 MAX_EAGER_BYTES = 2 * 2**30  # of one layer's attention scores, which eager holds in full
 _PROBE_TOKENS = 256  # enough that the time per pass does not drown the time per token
@@ -75,11 +77,15 @@ def check_model(
     )
     parameter = next(loaded.model.parameters())
     backend = choose_backend(kernels, parameter.device, deterministic=False, num_threads=torch.get_num_threads())
+    if loaded.max_model_len < MIN_LENGTH:
+        raise UnsupportedModelError(
+            f"{loaded.name} has positions for {loaded.max_model_len} tokens; the check needs {MIN_LENGTH}"
+        )
     eager = _switched(loaded.model)
-    seconds_per_token = _measure(eager)
-    most = min(_tokens_in(max_seconds, seconds_per_token), loaded.max_model_len - 2 * BLOCK_SIZE - 64)
+    seconds_per_token = _measure(eager, min(_PROBE_TOKENS, loaded.max_model_len))
+    most = min(_tokens_in(max_seconds, seconds_per_token), loaded.max_model_len - MIN_LENGTH)
     heads = max(loaded.num_query_heads)
-    most = min(most, int((MAX_EAGER_BYTES / (4 * heads)) ** 0.5) - 2 * BLOCK_SIZE - 64)
+    most = min(most, int((MAX_EAGER_BYTES / (4 * heads)) ** 0.5) - MIN_LENGTH)
     window, left_out = _window_to_pass(loaded.layout, most, seconds_per_token)
     checks: list[Check] = []
     for case in quick_cases(window, BLOCK_SIZE, loaded.vocab_size):
@@ -125,13 +131,13 @@ def _switched(model: Any) -> Eager:
     return eager
 
 
-def _measure(eager: Eager) -> float:
+def _measure(eager: Eager, num_tokens: int) -> float:
     """Seconds per token of an eager pass; a short one before it, as first passes are slow."""
-    ids = [0] * _PROBE_TOKENS
+    ids = [0] * num_tokens
     eager(ids[:8], [0])
     started = time.monotonic()
     eager(ids, [0])
-    return max((time.monotonic() - started) / _PROBE_TOKENS, 1e-6)
+    return max((time.monotonic() - started) / num_tokens, 1e-6)
 
 
 def _tokens_in(seconds: float, seconds_per_token: float) -> int:
