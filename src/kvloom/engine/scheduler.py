@@ -146,19 +146,23 @@ class Scheduler:
         """The next step's chunks, in (priority, arrival) order. Empty only when nothing can run."""
         self.running.sort(key=lambda sequence: sequence.key)
         plan: dict[int, Chunk] = {}
-        budget = self._plan_decodes(plan)
+        prefilling = any(self._remaining(sequence) > 1 for sequence in self.running)
+        # A block's worth of the budget stays for prefill, or decodes could starve it …
+        budget = self._plan_decodes(plan, self.max_batch_tokens, keep=self._block_size if prefilling else 0)
         budget = self._plan_prefills(plan, budget)
+        if prefilling:
+            # … and what prefill left of it goes to decodes that were held back.
+            budget = self._plan_decodes(plan, budget, keep=0)
         self._admit(plan, budget)
         return sorted(plan.values(), key=lambda chunk: chunk.sequence.key)
 
-    def _plan_decodes(self, plan: dict[int, Chunk]) -> int:
-        budget = self.max_batch_tokens
-        prefilling = any(self._remaining(sequence) > 1 for sequence in self.running)
-        # A block's worth of the budget stays for prefill, or decodes could starve it.
-        floor = min(self._block_size, budget - 1) if prefilling else 0
+    def _plan_decodes(self, plan: dict[int, Chunk], budget: int, *, keep: int) -> int:
+        """Plan decodes not planned yet, in order, while more than ``keep`` of the budget is left."""
         for sequence in list(self.running):
-            if budget <= floor:
+            if budget <= keep:
                 break
+            if id(sequence) in plan:
+                continue
             if sequence.status is SequenceStatus.RUNNING and self._remaining(sequence) == 1:
                 budget += self._make_fit(sequence, sequence.num_tokens, plan)
                 if sequence.status is SequenceStatus.RUNNING:
@@ -216,7 +220,6 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.num_preemptions += 1
-        sequence.num_computed_before = max(sequence.num_computed_before, sequence.num_computed)
         self.num_preemptions += 1
         self._let_go(sequence)
         self.waiting.push(sequence)

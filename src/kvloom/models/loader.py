@@ -136,7 +136,8 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         if device.type == "meta":
             raise RuntimeError("it holds no data")
-        torch.zeros(1, device=device).add_(1).item()
+        # float64 too: the sampler draws with it, and MPS has none.
+        torch.zeros(1, device=device, dtype=torch.float64).add_(1).item()
     except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
