@@ -64,17 +64,32 @@ LENGTHS = [
 
 SMOLLM2 = [LayerSpec.kv(num_heads=3, k_dim=64)] * 30
 GEMMA3 = [LayerSpec.kv(num_heads=1, k_dim=256, window=None if i % 6 == 5 else 512) for i in range(18)]
+LAYOUTS = {
+    "smollm2": SMOLLM2,
+    "gemma3": GEMMA3,
+    "llama3-8b": [LayerSpec.kv(num_heads=8, k_dim=128)] * 32,
+    "mistral-7b": [LayerSpec.kv(num_heads=8, k_dim=128, window=4096)] * 32,
+    "gpt-oss-20b": [LayerSpec.kv(num_heads=8, k_dim=64, window=128 if i % 2 == 0 else None) for i in range(24)],
+    "gemma2-9b": [LayerSpec.kv(num_heads=8, k_dim=256, window=4096 if i % 2 == 0 else None) for i in range(42)],
+    "deepseek-v3": [LayerSpec.mla(latent_dim=512, rope_dim=64)] * 61,
+    "unequal": [
+        LayerSpec.kv(
+            num_heads=2 if i % 6 == 5 else 8, k_dim=512 if i % 6 == 5 else 256, window=None if i % 6 == 5 else 1024
+        )
+        for i in range(30)
+    ],
+}
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("layers", [SMOLLM2, GEMMA3], ids=["smollm2", "gemma3"])
+@pytest.mark.parametrize("layers", LAYOUTS.values(), ids=LAYOUTS)
 def test_waste_is_below_four_percent_on_a_real_mix(layers: list[LayerSpec], block_size: int) -> None:
     layout = group_layers(layers)
     plan = plan_memory(
         layout,
-        budget_bytes=1 << 36,
+        budget_bytes=1 << 40,
         block_size=block_size,
-        codecs={"k": "bfloat16", "v": "bfloat16"},
+        codecs=dict.fromkeys(("k", "v", "latent", "rope"), "bfloat16"),
         max_model_len=131_072,
         max_batch_tokens=2048,
     )
