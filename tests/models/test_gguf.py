@@ -283,6 +283,13 @@ def test_a_package_in_parts_is_assembled_once(tmp_path: Path, monkeypatch: pytes
     assert sources.package_file("kvloom_test_parts", tmp_path / "cache") == assembled
 
 
+def test_a_package_without_a_file_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_package(tmp_path, "kvloom_test_unimportable", "import no_such_inference_engine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match=r"cannot be imported.*no_such_inference_engine"):
+        sources.package_file("kvloom_test_unimportable", tmp_path / "cache")
+
+
 def test_a_package_whose_parts_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_package(tmp_path, "kvloom_test_broken", "def assemble(path):\n    raise FileNotFoundError('part 3')\n")
     monkeypatch.syspath_prepend(tmp_path)

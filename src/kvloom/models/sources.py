@@ -98,8 +98,13 @@ def package_file(name: str, cache: Path) -> Path:
 
 def _assemble(module: str, cache: Path) -> Path:
     """Ask a package that ships its file in parts to put it together, once per version of the package."""
-    package = importlib.import_module(module)
-    assemble = getattr(package, "assemble", None)
+    try:
+        assemble = getattr(importlib.import_module(module), "assemble", None)
+    except Exception as error:  # whatever a foreign package raises when it is imported
+        raise ModelError(
+            f"Python package {module!r} ships no GGUF file and cannot be imported to make one "
+            f"({type(error).__name__}: {error}); name another package, or a file"
+        ) from error
     if not callable(assemble):
         raise ModelError(f"Python package {module!r} ships no GGUF file; name another package, or a file")
     version = importlib.metadata.version(module)
