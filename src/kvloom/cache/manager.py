@@ -21,7 +21,7 @@ from kvloom.cache.keys import next_key, root_key
 from kvloom.cache.prefix import PrefixIndex
 from kvloom.cache.slabs import SlabAllocator
 from kvloom.cache.span import Span, SpanState
-from kvloom.core.sizes import MemoryPlan
+from kvloom.core.sizes import MemoryPlan, window_blocks
 from kvloom.core.stats import CacheSnapshot
 
 SLABS_CONSIDERED = 32  # oldest spans whose slabs are weighed when a format starves
@@ -289,7 +289,7 @@ class CacheManager:
             window = self._groups[group].window
             blocks = num_blocks
             if window is not None:
-                blocks = min(blocks, -(-(window - 1 + chunk_tokens) // self.block_size) + 1)
+                blocks = min(blocks, window_blocks(window, chunk_tokens, self.block_size))
             total += blocks * run
         return total
 
