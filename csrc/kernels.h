@@ -4,7 +4,9 @@
 #include <cmath>
 
 #include "convert.h"
+#include "elementwise.h"
 #include "latent.h"
+#include "linear.h"
 #include "product.h"
 #include "softmax.h"
 #include "types.h"
@@ -199,6 +201,9 @@ static void finish(const FinishArgs& args) {
     }
 }
 
-static const KernelTable table = {Vec::kDot, pack, pack_latent, Chooser<Vec>::chunk, fold, finish};
+static const KernelTable table = {Vec::kDot, pack,     pack_latent,
+                                  Chooser<Vec>::chunk, fold, finish,
+                                  kPanel,    LinearChooser<Vec>::panel, rms_norm,
+                                  rotate,    gate,     pack_row};
 
 }  // namespace kvloom::KVLOOM_ISA

@@ -10,12 +10,22 @@
 #include <vector>
 
 #include "attend.h"
+#include "bindings.h"
 #include "parallel.h"
 #include "variants.h"
 #include "write.h"
 
 namespace nb = nanobind;
 using namespace kvloom;
+
+const KernelTable& kvloom::find_kernels(const std::string& name) {
+    Variant variants[4];
+    const int count = available_variants(variants);
+    for (int i = 0; i < count; ++i) {
+        if (name == variants[i].name) return *variants[i].kernels;
+    }
+    throw std::invalid_argument("this CPU has no variant " + name);
+}
 
 namespace {
 
@@ -25,20 +35,6 @@ std::vector<std::string> variant_names() {
     std::vector<std::string> names;
     for (int i = 0; i < count; ++i) names.emplace_back(variants[i].name);
     return names;
-}
-
-const KernelTable& find_kernels(const std::string& name) {
-    Variant variants[4];
-    const int count = available_variants(variants);
-    for (int i = 0; i < count; ++i) {
-        if (name == variants[i].name) return *variants[i].kernels;
-    }
-    throw std::invalid_argument("this CPU has no variant " + name);
-}
-
-template <class T>
-T* address(uintptr_t value) {
-    return reinterpret_cast<T*>(value);
 }
 
 Batch make_batch(uintptr_t arena, int64_t arena_bytes, uintptr_t tables, int64_t table_stride, int64_t max_blocks,
@@ -139,4 +135,5 @@ NB_MODULE(_cpu, m) {
         .def("write", &Kernels::write, nb::call_guard<nb::gil_scoped_release>())
         .def("attend", &Kernels::attend, nb::call_guard<nb::gil_scoped_release>())
         .def("attend_latent", &Kernels::attend_latent, nb::call_guard<nb::gil_scoped_release>());
+    bind_step(m);
 }

@@ -82,6 +82,20 @@ struct FinishArgs {
     float* lse;  // or null
 };
 
+// One panel of packed weights against rows of activations (linear.h).
+struct LinearArgs {
+    const void* a;            // fp32, or bf16 for a "dot" kernel: chunks of kChunk channels, each [rows][kLda]
+    ptrdiff_t chunk_stride;   // elements from one chunk to the next
+    int rows, inner;
+    const unsigned char* weights;
+    const unsigned char* next;  // panel to prefetch, or null
+    DType dtype;
+    float* c;  // [rows][c_stride]
+    ptrdiff_t c_stride;
+};
+
+enum class Activation : int { silu = 0, gelu_tanh = 1 };
+
 // What one instruction set offers. A "dot" kernel multiplies bf16 pairs (queries and weights are
 // bf16); the others compute on fp32 queries and weights.
 struct KernelTable {
@@ -94,6 +108,14 @@ struct KernelTable {
     void (*fold)(int rows, int v_dim, float* acc, ptrdiff_t acc_stride, float* acc_top, float* acc_sum,
                  const float* part, ptrdiff_t part_stride, const float* part_top, const float* part_sum);
     void (*finish)(const FinishArgs& args);
+
+    // For native steps: see linear.h and elementwise.h.
+    int panel;  // output channels of a panel of weights
+    void (*linear)(const LinearArgs& args, bool dot);
+    void (*rms_norm)(const float* x, const float* weight, int dim, float eps, float* out);
+    void (*rotate)(float* x, const float* cosines, const float* sines, int half);
+    void (*gate)(float* gates, const float* ups, int count, Activation activation);
+    void (*pack_row)(const float* from, int count, void* row, ptrdiff_t chunk_stride, int column, bool dot);
 };
 
 }  // namespace kvloom

@@ -106,6 +106,7 @@ class CpuBackend:
         if gomp_parallel is None:
             gomp_parallel = find_gomp_parallel()
             self.shares_torch_threads = gomp_parallel != _OWN_POOL
+        self.gomp_parallel = gomp_parallel
         self.fallbacks: Counter[str] = Counter()
         self._kernels = _cpu.Kernels(self.variant, self.num_threads, gomp_parallel)
         self._reference = ReferenceBackend(deterministic=deterministic)
@@ -236,6 +237,21 @@ class CpuBackend:
             keys.min_lag, -1 if keys.max_lag is None else keys.max_lag,
         )  # fmt: skip
         return out, lse
+
+    def native_format(self, fmt: BlockFormat, num_query_heads: int) -> _cpu.Format:
+        """``fmt`` as native code takes it.
+
+        Raises:
+            ValueError: it is not read natively; ``unsupported`` says so beforehand.
+        """
+        reason, native = self._lookup(fmt, num_query_heads)
+        if native is None:
+            raise ValueError(f"no native kernel: {reason}")
+        return native
+
+    def native_batch(self, arena: torch.Tensor, tables: torch.Tensor, batch: QueryBatch) -> _cpu.Batch:
+        """A call's arena, tables and query tokens by address; the arguments must stay alive while it is used."""
+        return self._batch(arena, tables, batch)
 
     def _lookup(self, fmt: BlockFormat, num_query_heads: int) -> tuple[str | None, _cpu.Format | None]:
         """Why ``fmt`` is not read natively, or None and its native description."""

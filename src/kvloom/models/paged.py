@@ -45,6 +45,7 @@ class PagedRunner:
         block_size: int = 16,
         max_tokens: int = 512,
         seed: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         parameter = next(model.parameters())
         if isinstance(backend, str):
@@ -58,7 +59,7 @@ class PagedRunner:
             backend,
             num_spans=[blocks] * len(layout.groups),
             block_size=block_size,
-            dtype=parameter.dtype,
+            dtype=parameter.dtype if dtype is None else dtype,
             device=parameter.device,
         )
         self._random = random.Random(seed)

@@ -1,0 +1,114 @@
+// Python bindings of the native step; kvloom.kernels.step, the only caller, checks types and shapes and
+// keeps alive whatever is given by address.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.h"
+#include "step.h"
+
+namespace nb = nanobind;
+
+namespace kvloom {
+namespace {
+
+template <class T>
+auto pointer(T StepLayer::*member) {
+    return [member](StepLayer& layer, uintptr_t value) { layer.*member = address<const float>(value); };
+}
+
+void step_run(Step& step, uintptr_t ids, int tokens, const std::vector<std::pair<uintptr_t, uintptr_t>>& ropes,
+              int rotary_channels, const std::vector<const Format*>& formats, const std::vector<const Batch*>& batches,
+              uintptr_t rows, int num_rows, uintptr_t logits) {
+    StepInput input{};
+    input.ids = address<const int64_t>(ids);
+    input.tokens = tokens;
+    for (const auto& [cosines, sines] : ropes) {
+        input.ropes.emplace_back(address<const float>(cosines), address<const float>(sines));
+    }
+    input.rotary_channels = rotary_channels;
+    input.formats = formats;
+    for (const Batch* batch : batches) input.batches.push_back(*batch);
+    input.rows = address<const int64_t>(rows);
+    input.num_rows = num_rows;
+    input.logits = address<float>(logits);
+    nb::gil_scoped_release release;
+    step.run(input);
+}
+
+}  // namespace
+
+void bind_step(nb::module_& m) {
+    m.def("panel_width", [](const std::string& variant) { return find_kernels(variant).panel; },
+          "Output channels of a panel of packed weights.");
+    m.def("has_pair_products", [](const std::string& variant) { return find_kernels(variant).has_dot; },
+          "Whether the variant multiplies bf16 pairs.");
+    m.def("pack_weights",
+          [](uintptr_t rows, int dtype, int outputs, int inner, int panel, uintptr_t to) {
+              nb::gil_scoped_release release;
+              pack_weights(address<const void>(rows), static_cast<DType>(dtype), outputs, inner, panel,
+                           address<void>(to));
+          },
+          "Weights [outputs, inner] into panels.");
+
+    nb::class_<Linear>(m, "Linear", "Packed weights of a linear layer, by address.")
+        .def("__init__", [](Linear* self, uintptr_t panels, int dtype, int outputs, int inner, uintptr_t bias) {
+            new (self) Linear{address<const unsigned char>(panels), static_cast<DType>(dtype), outputs, inner,
+                              address<const float>(bias)};
+        });
+    nb::class_<StepLayer>(m, "StepLayer", "One decoder layer; norms and sinks by address, 0 for none.")
+        .def(nb::init<>())
+        .def_rw("qkv", &StepLayer::qkv)
+        .def_rw("o", &StepLayer::o)
+        .def_rw("gate_up", &StepLayer::gate_up)
+        .def_rw("down", &StepLayer::down)
+        .def("set_input_norm", pointer(&StepLayer::input_norm))
+        .def("set_q_norm", pointer(&StepLayer::q_norm))
+        .def("set_k_norm", pointer(&StepLayer::k_norm))
+        .def("set_attention_out_norm", pointer(&StepLayer::attention_out_norm))
+        .def("set_mlp_norm", pointer(&StepLayer::mlp_norm))
+        .def("set_mlp_out_norm", pointer(&StepLayer::mlp_out_norm))
+        .def("set_sinks", pointer(&StepLayer::sinks))
+        .def_rw("query_heads", &StepLayer::query_heads)
+        .def_rw("group", &StepLayer::group)
+        .def_rw("place", &StepLayer::place)
+        .def_rw("rope", &StepLayer::rope)
+        .def_rw("window", &StepLayer::window)
+        .def_rw("scale", &StepLayer::scale)
+        .def_rw("softcap", &StepLayer::softcap);
+    nb::class_<Step>(m, "Step", "A decoder's whole forward pass; not for several threads at once.")
+        .def("__init__",
+             [](Step* self, const std::string& variant, int num_threads, uintptr_t gomp_parallel, int hidden,
+                int intermediate, int vocab, float eps, float residual_scale, int activation, bool pairs) {
+                 StepShape shape;
+                 shape.hidden = hidden;
+                 shape.intermediate = intermediate;
+                 shape.vocab = vocab;
+                 shape.eps = eps;
+                 shape.residual_scale = residual_scale;
+                 shape.activation = static_cast<Activation>(activation);
+                 new (self) Step(find_kernels(variant), Parallel(num_threads, gomp_parallel), shape, pairs);
+             })
+        .def("set_embedding",
+             [](Step& step, uintptr_t rows, int dtype) {
+                 step.set_embedding(address<const void>(rows), static_cast<DType>(dtype));
+             })
+        .def("set_embedding_scale", &Step::set_embedding_scale)
+        .def("set_head", [](Step& step, const Linear& head, uintptr_t norm) {
+            step.set_head(head, address<const float>(norm));
+        })
+        .def("add_layer", &Step::add_layer)
+        .def("run", &step_run)
+        .def("take_times", [](Step& step) {
+            const Step::Times times = step.take_times();
+            nb::dict found;
+            found["linear"] = times.linear;
+            found["attention"] = times.attention;
+            found["rest"] = times.rest;
+            return found;
+        }, "Seconds in products, attention and elsewhere since the last call.");
+}
+
+}  // namespace kvloom

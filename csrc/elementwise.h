@@ -1,0 +1,85 @@
+// What a native step does to single rows between its products. Sums run over fixed lanes, so a row's
+// bits depend on the row alone.
+#pragma once
+
+#include "convert.h"
+#include "softmax.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+// out = x / sqrt(mean(x^2) + eps) * weight, in place or not.
+static void rms_norm(const float* x, const float* weight, int dim, float eps, float* out) {
+    constexpr int W = Vec::W;
+    Vec::F sums[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+    int d = 0;
+    for (int lane = 0; d + W <= dim; d += W, lane = (lane + 1) % 4) {
+        const Vec::F v = Vec::load(x + d);
+        sums[lane] = Vec::fma(v, v, sums[lane]);
+    }
+    float sum = Vec::reduce_add(Vec::add(Vec::add(sums[0], sums[1]), Vec::add(sums[2], sums[3])));
+    for (; d < dim; ++d) sum += x[d] * x[d];
+    const float scale = 1.0f / __builtin_sqrtf(sum / static_cast<float>(dim) + eps);
+    const Vec::F factor = Vec::set1(scale);
+    for (d = 0; d + W <= dim; d += W) {
+        Vec::store(out + d, Vec::mul(Vec::mul(Vec::load(x + d), factor), Vec::load(weight + d)));
+    }
+    for (; d < dim; ++d) out[d] = x[d] * scale * weight[d];
+}
+
+// Rotates channel pairs (i, i + half) of x by the angles whose cosines and sines are given per channel.
+static void rotate(float* x, const float* cosines, const float* sines, int half) {
+    constexpr int W = Vec::W;
+    int i = 0;
+    for (; i + W <= half; i += W) {
+        const Vec::F a = Vec::load(x + i), b = Vec::load(x + half + i);
+        const Vec::F first = Vec::sub(Vec::mul(a, Vec::load(cosines + i)), Vec::mul(b, Vec::load(sines + i)));
+        Vec::store(x + half + i, Vec::fma(a, Vec::load(sines + half + i), Vec::mul(b, Vec::load(cosines + half + i))));
+        Vec::store(x + i, first);
+    }
+    for (; i < half; ++i) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cosines[i] - b * sines[i];
+        x[half + i] = a * sines[half + i] + b * cosines[half + i];
+    }
+}
+
+static inline Vec::F silu_vec(Vec::F x) {
+    const Vec::F one = Vec::set1(1.0f);
+    const Vec::F t = exp2_vec(Vec::mul(Vec::abs(x), Vec::set1(-kLog2e)));  // e^-|x|: never overflows
+    const Vec::F top = Vec::select(Vec::lt(x, Vec::zero()), t, one);
+    return Vec::mul(x, Vec::div(top, Vec::add(one, t)));
+}
+
+// x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): GELU's tanh form (arXiv 1606.08415).
+static inline Vec::F gelu_tanh_vec(Vec::F x) {
+    const Vec::F cube = Vec::mul(Vec::mul(x, x), x);
+    const Vec::F inner = Vec::mul(Vec::fma(cube, Vec::set1(0.044715f), x), Vec::set1(0.7978845608028654f));
+    return Vec::mul(Vec::mul(x, Vec::set1(0.5f)), Vec::add(Vec::set1(1.0f), tanh_vec(inner)));
+}
+
+// `count` floats to a row of activations (LinearArgs::a), from a column on whose vector does not cross a chunk.
+static void pack_row(const float* from, int count, void* row, ptrdiff_t chunk_stride, int column, bool dot) {
+    for (int done = 0; done < count;) {
+        const int at = (column + done) % kChunk;
+        const int here = count - done < kChunk - at ? count - done : kChunk - at;
+        const ptrdiff_t offset = (column + done) / kChunk * chunk_stride + at;
+        if (dot) {
+            auto* to = static_cast<uint16_t*>(row) + offset;
+            for (int i = 0; i < here; ++i) to[i] = float_to_bf16(from[done + i]);
+        } else {
+            __builtin_memcpy(static_cast<float*>(row) + offset, from + done, here * sizeof(float));
+        }
+        done += here;
+    }
+}
+
+// gate = act(gate) * up over one panel of columns.
+static void gate(float* gates, const float* ups, int count, Activation activation) {
+    for (int i = 0; i < count; i += Vec::W) {
+        const Vec::F x = Vec::load(gates + i);
+        const Vec::F y = activation == Activation::silu ? silu_vec(x) : gelu_tanh_vec(x);
+        Vec::store(gates + i, Vec::mul(y, Vec::load(ups + i)));
+    }
+}
+
+}  // namespace kvloom::KVLOOM_ISA

@@ -1,0 +1,307 @@
+#include "step.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+
+#include "convert.h"
+#include "write.h"
+
+namespace kvloom {
+namespace {
+
+// Rows that one reading of a panel serves: their activations stay in the second-level cache.
+constexpr int kRowBlock = 128;
+constexpr int kSmallRows = 4;  // up to here a row's work between products is not worth waking threads
+
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+int chunks_of(int inner) { return (inner + kChunk - 1) / kChunk; }
+
+float* grow(std::vector<float>& memory, size_t count) {
+    if (memory.size() < count + 16) memory.resize(count + 16);
+    const auto address = reinterpret_cast<uintptr_t>(memory.data());
+    return reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
+}  // namespace
+
+Step::Step(const KernelTable& kernels, Parallel parallel, StepShape shape, bool dot)
+    : kernels_(kernels), parallel_(parallel), shape_(shape), dot_(dot && kernels.has_dot) {}
+
+void Step::set_embedding(const void* rows, DType dtype) {
+    embedding_ = rows;
+    embedding_dtype_ = dtype;
+}
+
+void Step::set_head(Linear head, const float* final_norm) {
+    head_ = head;
+    final_norm_ = final_norm;
+}
+
+void Step::lap(Phase phase) {
+    const double at = now();
+    (phase == Phase::linear ? times_.linear : phase == Phase::attention ? times_.attention : times_.rest) += at - last_;
+    last_ = at;
+}
+
+Step::Times Step::take_times() {
+    const Times times = times_;
+    times_ = Times{};
+    return times;
+}
+
+// body(item) for every item, over the threads if `wide`.
+template <class F>
+void Step::each(int items, bool wide, F&& body) {
+    struct Work {
+        F& body;
+        int items;
+        std::atomic<int> next{0};
+    } work{body, items};
+    parallel_.run(
+        [](void* data) {
+            auto& work = *static_cast<Work*>(data);
+            for (int i = work.next.fetch_add(1); i < work.items; i = work.next.fetch_add(1)) work.body(i);
+        },
+        &work, wide && items > 1);
+}
+
+// Room for `rows` rows of activations as LinearArgs::a wants them; padding lanes are never read.
+void* Step::activations(std::vector<float>& memory, int rows, int inner) {
+    return grow(memory, static_cast<size_t>(chunks_of(inner)) * rows * kLda);
+}
+
+// `rows` rows of `a` against all panels, `together` panels at a time: finish(first panel, first row, rows,
+// tile [rows][together * panel]).
+template <class F>
+void Step::linear(const Linear& linear, const void* a, int rows, int together, F&& finish) {
+    const int panel = kernels_.panel;
+    const int groups = (linear.outputs + panel * together - 1) / (panel * together);
+    const int row_blocks = (rows + kRowBlock - 1) / kRowBlock;
+    const int width = panel * together;
+    const int64_t panel_bytes = linear.panel_bytes(panel);
+    const ptrdiff_t item = dot_ ? 2 : 4;
+    each(groups * row_blocks, true, [&](int index) {
+        static thread_local std::vector<float> memory;
+        const int block = index / groups, group = index % groups;
+        const int first = block * kRowBlock, count = std::min(kRowBlock, rows - first);
+        float* tile = grow(memory, static_cast<size_t>(kRowBlock) * width);
+        for (int p = 0; p < together; ++p) {
+            LinearArgs args;
+            args.a = static_cast<const unsigned char*>(a) + static_cast<ptrdiff_t>(first) * kLda * item;
+            args.chunk_stride = static_cast<ptrdiff_t>(rows) * kLda;
+            args.rows = count;
+            args.inner = linear.inner;
+            args.weights = linear.panels + (static_cast<int64_t>(group) * together + p) * panel_bytes;
+            // Threads take panels in turn, so what is read next is rarely the panel behind; only within the group.
+            args.next = p + 1 < together ? args.weights + panel_bytes : nullptr;
+            args.dtype = linear.dtype;
+            args.c = tile + p * panel;
+            args.c_stride = width;
+            kernels_.linear(args, dot_ && linear.dtype == DType::bf16);
+        }
+        if (linear.bias != nullptr) {
+            for (int r = 0; r < count; ++r) {
+                for (int c = 0; c < width; ++c) tile[r * width + c] += linear.bias[group * width + c];
+            }
+        }
+        finish(group * together, first, count, tile);
+    });
+    lap(Phase::linear);
+}
+
+void Step::run(const StepInput& input) {
+    if (input.tokens == 0) return;
+    last_ = now();
+    embed(input);
+    for (const StepLayer& each_layer : layers_) layer(each_layer, input);
+    logits(input);
+}
+
+void Step::embed(const StepInput& input) {
+    const int hidden = shape_.hidden;
+    float* x = grow(x_, static_cast<size_t>(input.tokens) * hidden);
+    for (int t = 0; t < input.tokens; ++t) {
+        if (input.ids[t] < 0 || input.ids[t] >= shape_.vocab) {
+            throw std::invalid_argument("token id " + std::to_string(input.ids[t]) + " is outside the vocabulary of " +
+                                        std::to_string(shape_.vocab));
+        }
+    }
+    each(input.tokens, input.tokens > kSmallRows, [&](int t) {
+        float* row = x + static_cast<ptrdiff_t>(t) * hidden;
+        if (embedding_ == nullptr) {
+            unpack_row(head_, kernels_.panel, static_cast<int>(input.ids[t]), row);
+        } else {
+            const int64_t from = input.ids[t] * hidden;
+            for (int d = 0; d < hidden; ++d) {
+                switch (embedding_dtype_) {
+                    case DType::f32: row[d] = static_cast<const float*>(embedding_)[from + d]; break;
+                    case DType::f16: row[d] = f16_to_float(static_cast<const uint16_t*>(embedding_)[from + d]); break;
+                    case DType::bf16: row[d] = bf16_to_float(static_cast<const uint16_t*>(embedding_)[from + d]); break;
+                }
+            }
+        }
+        if (shape_.embedding_scale != 1.0f) {
+            for (int d = 0; d < hidden; ++d) row[d] *= shape_.embedding_scale;
+        }
+    });
+    lap(Phase::rest);
+}
+
+// Rows of x, all or the given ones, normed if the model norms here, as activations in packed_.
+void Step::norm_pack(const float* x, const float* weight, const int64_t* rows, int count) {
+    const int hidden = shape_.hidden;
+    unsigned char* packed = static_cast<unsigned char*>(activations(packed_, count, hidden));
+    const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(kLda) * (dot_ ? 2 : 4), stride = static_cast<ptrdiff_t>(count) * kLda;
+    each(count, count > kSmallRows, [&](int r) {
+        static thread_local std::vector<float> memory;
+        const float* from = x + (rows != nullptr ? rows[r] : r) * hidden;
+        if (weight != nullptr) {
+            float* normed = grow(memory, hidden);
+            kernels_.rms_norm(from, weight, hidden, shape_.eps, normed);
+            from = normed;
+        }
+        kernels_.pack_row(from, hidden, packed + r * row_bytes, stride, 0, dot_);
+    });
+}
+
+// x += scale * norm(out_): the end of a half layer whose output is normed before it is added.
+void Step::add_residual(const float* norm, int tokens) {
+    const int hidden = shape_.hidden;
+    float *x = grow(x_, 0), *out = grow(out_, 0);
+    each(tokens, tokens > kSmallRows, [&](int t) {
+        float* from = out + static_cast<ptrdiff_t>(t) * hidden;
+        float* to = x + static_cast<ptrdiff_t>(t) * hidden;
+        kernels_.rms_norm(from, norm, hidden, shape_.eps, from);
+        for (int d = 0; d < hidden; ++d) to[d] += shape_.residual_scale * from[d];
+    });
+    lap(Phase::rest);
+}
+
+void Step::layer(const StepLayer& layer, const StepInput& input) {
+    const int tokens = input.tokens, hidden = shape_.hidden, panel = kernels_.panel;
+    float* x = grow(x_, 0);
+    float* out = grow(out_, static_cast<size_t>(tokens) * hidden);
+    // The product's rows are added to x, or kept in out_ until they are normed.
+    const auto add = [&](const float* norm) {
+        return [=](int first_panel, int first, int count, const float* tile) {
+            const int column = first_panel * panel, width = std::min(panel, hidden - column);
+            for (int r = 0; r < count; ++r) {
+                const ptrdiff_t at = static_cast<ptrdiff_t>(first + r) * hidden + column;
+                for (int c = 0; c < width; ++c) {
+                    if (norm != nullptr) {
+                        out[at + c] = tile[r * panel + c];
+                    } else {
+                        x[at + c] += shape_.residual_scale * tile[r * panel + c];
+                    }
+                }
+            }
+        };
+    };
+
+    norm_pack(x, layer.input_norm, nullptr, tokens);
+    lap(Phase::rest);
+    attention(layer, input);
+    const int attended_width = layer.o.inner;
+    void* packed = activations(packed_, tokens, attended_width);
+    const float* attended = grow(attended_, 0);
+    const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(kLda) * (dot_ ? 2 : 4), stride = static_cast<ptrdiff_t>(tokens) * kLda;
+    each(tokens, tokens > kSmallRows, [&](int t) {
+        kernels_.pack_row(attended + static_cast<ptrdiff_t>(t) * attended_width, attended_width,
+                          static_cast<unsigned char*>(packed) + t * row_bytes, stride, 0, dot_);
+    });
+    lap(Phase::rest);
+    linear(layer.o, packed, tokens, 1, add(layer.attention_out_norm));
+    if (layer.attention_out_norm != nullptr) add_residual(layer.attention_out_norm, tokens);
+
+    norm_pack(x, layer.mlp_norm, nullptr, tokens);
+    packed = grow(packed_, 0);
+    lap(Phase::rest);
+    unsigned char* gated = static_cast<unsigned char*>(activations(gated_, tokens, shape_.intermediate));
+    linear(layer.gate_up, packed, tokens, 2, [&](int first_panel, int first, int count, float* tile) {
+        const int column = first_panel / 2 * panel, width = std::min(panel, shape_.intermediate - column);
+        for (int r = 0; r < count; ++r) {
+            float* row = tile + r * 2 * panel;
+            kernels_.gate(row, row + panel, panel, shape_.activation);
+            kernels_.pack_row(row, width, gated + (first + r) * row_bytes, stride, column, dot_);
+        }
+    });
+    linear(layer.down, gated, tokens, 1, add(layer.mlp_out_norm));
+    if (layer.mlp_out_norm != nullptr) add_residual(layer.mlp_out_norm, tokens);
+}
+
+// Queries, keys and values of packed_; keys and values into the cache; attention into attended_.
+void Step::attention(const StepLayer& layer, const StepInput& input) {
+    const Format& format = *input.formats[layer.group];
+    const int tokens = input.tokens, panel = kernels_.panel, width = layer.qkv.outputs;
+    const int keys_at = layer.query_heads * format.k_dim, values_at = keys_at + format.num_heads * format.k_dim;
+    float* qkv = grow(qkv_, static_cast<size_t>(tokens) * width);
+    linear(layer.qkv, grow(packed_, 0), tokens, 1, [&](int first_panel, int first, int count, const float* tile) {
+        const int column = first_panel * panel, columns = std::min(panel, width - column);
+        for (int r = 0; r < count; ++r) {
+            __builtin_memcpy(qkv + static_cast<ptrdiff_t>(first + r) * width + column, tile + r * panel,
+                             columns * sizeof(float));
+        }
+    });
+    const bool pairs = dot_ && format.dtype == DType::bf16;
+    if (pairs && queries_.size() < static_cast<size_t>(tokens) * keys_at) queries_.resize(static_cast<size_t>(tokens) * keys_at);
+    each(tokens, tokens > kSmallRows, [&](int t) {
+        float* row = qkv + static_cast<ptrdiff_t>(t) * width;
+        for (int head = 0; head < layer.query_heads + format.num_heads; ++head) {
+            float* at = row + head * format.k_dim;
+            const float* norm = head < layer.query_heads ? layer.q_norm : layer.k_norm;
+            if (norm != nullptr) kernels_.rms_norm(at, norm, format.k_dim, shape_.eps, at);
+            if (layer.rope >= 0) {
+                const ptrdiff_t angles = static_cast<ptrdiff_t>(t) * input.rotary_channels;
+                const auto& [cosines, sines] = input.ropes[layer.rope];
+                kernels_.rotate(at, cosines + angles, sines + angles, input.rotary_channels / 2);
+            }
+        }
+        if (pairs) {
+            uint16_t* to = queries_.data() + static_cast<ptrdiff_t>(t) * keys_at;
+            for (int d = 0; d < keys_at; ++d) to[d] = float_to_bf16(row[d]);
+        }
+    });
+    lap(Phase::rest);
+
+    Batch batch = input.batches[layer.group];
+    batch.layer_offset = layer.place * format.layer_bytes;
+    write(format, batch, {qkv + keys_at, DType::f32, width, format.k_dim},
+          {qkv + values_at, DType::f32, width, format.v_dim}, parallel_);
+    lap(Phase::rest);
+    Attention attention;
+    attention.q = pairs ? static_cast<const void*>(queries_.data()) : qkv;
+    attention.q_dtype = pairs ? DType::bf16 : DType::f32;
+    attention.q_token_stride = pairs ? keys_at : width;
+    attention.q_head_stride = format.k_dim;
+    attention.query_heads = layer.query_heads;
+    attention.out = grow(attended_, static_cast<size_t>(tokens) * layer.query_heads * format.v_dim);
+    attention.out_dtype = DType::f32;
+    attention.lse = nullptr;
+    attention.scale = layer.scale;
+    attention.softcap = layer.softcap;
+    attention.sinks = layer.sinks;
+    attention.keys.window = layer.window;
+    attend(kernels_, format, batch, attention, parallel_);
+    lap(Phase::attention);
+}
+
+void Step::logits(const StepInput& input) {
+    if (input.num_rows == 0) return;
+    norm_pack(grow(x_, 0), final_norm_, input.rows, input.num_rows);
+    lap(Phase::rest);
+    const int panel = kernels_.panel, vocab = shape_.vocab;
+    linear(head_, grow(packed_, 0), input.num_rows, 1, [&](int first_panel, int first, int count, const float* tile) {
+        const int column = first_panel * panel, columns = std::min(panel, vocab - column);
+        for (int r = 0; r < count; ++r) {
+            __builtin_memcpy(input.logits + static_cast<ptrdiff_t>(first + r) * vocab + column, tile + r * panel,
+                             columns * sizeof(float));
+        }
+    });
+}
+
+}  // namespace kvloom

@@ -1,0 +1,108 @@
+// The whole forward pass of a Llama-shaped decoder over packed tokens: embedding, layers on the paged
+// cache, logits. Activations are fp32; for kernels that multiply bf16 pairs they are rounded to bf16
+// where they enter a product. See docs/native-step.md.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attend.h"
+#include "weights.h"
+
+namespace kvloom {
+
+struct StepLayer {
+    Linear qkv;      // query heads, KV heads' keys, their values
+    Linear o;
+    Linear gate_up;  // a panel of gates, the same panel of ups, and so on
+    Linear down;
+    // Weights of RMS norms, or null where the model has none. q and k: per head.
+    const float* input_norm = nullptr;
+    const float* q_norm = nullptr;
+    const float* k_norm = nullptr;
+    const float* attention_out_norm = nullptr;
+    const float* mlp_norm = nullptr;
+    const float* mlp_out_norm = nullptr;
+    const float* sinks = nullptr;
+    int query_heads = 0;
+    int group = 0;             // of the cache's layer groups
+    int64_t place = 0;         // within the group
+    int rope = -1;             // which table of angles; -1: none
+    int64_t window = -1;
+    float scale = 1.0f, softcap = 0.0f;
+};
+
+struct StepShape {
+    int hidden = 0, intermediate = 0, vocab = 0;
+    float eps = 1e-6f;
+    float embedding_scale = 1.0f;
+    float residual_scale = 1.0f;
+    Activation activation = Activation::silu;
+};
+
+struct StepInput {
+    const int64_t* ids;
+    int tokens;
+    // Per table: [tokens, rotary channels] cosines and sines.
+    std::vector<std::pair<const float*, const float*>> ropes;
+    int rotary_channels;
+    std::vector<const Format*> formats;  // per layer group
+    std::vector<Batch> batches;
+    const int64_t* rows;  // whose logits are wanted
+    int num_rows;
+    float* logits;  // [num_rows, vocab]
+};
+
+class Step {
+public:
+    Step(const KernelTable& kernels, Parallel parallel, StepShape shape, bool dot);
+
+    void set_embedding(const void* rows, DType dtype);  // [vocab, hidden]; else the head's panels are used
+    void set_head(Linear head, const float* final_norm);
+    void set_embedding_scale(float scale) { shape_.embedding_scale = scale; }
+    void add_layer(StepLayer layer) { layers_.push_back(layer); }
+
+    // Throws std::invalid_argument for ids outside the vocabulary and blocks that no table has.
+    void run(const StepInput& input);
+
+    // Seconds spent in products, in attention and elsewhere since the last call.
+    struct Times {
+        double linear = 0, attention = 0, rest = 0;
+    };
+    Times take_times();
+
+private:
+    struct Rows;
+    enum class Phase { linear, attention, rest };
+
+    void embed(const StepInput& input);
+    void layer(const StepLayer& layer, const StepInput& input);
+    void attention(const StepLayer& layer, const StepInput& input);
+    void logits(const StepInput& input);
+    void norm_pack(const float* x, const float* weight, const int64_t* rows, int count);
+    void add_residual(const float* norm, int tokens);
+    template <class F>
+    void linear(const Linear& linear, const void* a, int rows, int panels, F&& finish);
+    template <class F>
+    void each(int items, bool wide, F&& body);
+    void* activations(std::vector<float>& memory, int rows, int inner);
+    void lap(Phase phase);
+
+    const KernelTable& kernels_;
+    Parallel parallel_;
+    StepShape shape_;
+    bool dot_;
+    std::vector<StepLayer> layers_;
+    Linear head_;
+    const float* final_norm_ = nullptr;
+    const void* embedding_ = nullptr;
+    DType embedding_dtype_ = DType::f32;
+
+    std::vector<float> x_, qkv_, attended_, out_, packed_, gated_;
+    std::vector<uint16_t> queries_;  // bf16, for kernels that multiply pairs
+    Times times_;
+    double last_ = 0;
+};
+
+}  // namespace kvloom

@@ -1,0 +1,291 @@
+"""``NativeModel``: built from a transformers model, called like one, computed by ``_cpu.Step``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvloom import _cpu
+from kvloom.attention.batch import KVBatch
+from kvloom.core.layout import KVLayout
+from kvloom.kernels.cpu import CpuBackend
+from kvloom.kernels.packing import DTYPE_CODES, PackedLinear, pack_gated, pack_linear
+from kvloom.models.native.shapes import ACTIVATIONS, SHAPES, Shape, activation_of, unrecognised
+
+
+class NoNativeStepError(Exception):
+    """The model differs from what the native step computes; the message says in what."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """As transformers' model output: ``logits`` [1, N, vocab] float32."""
+
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPlace:
+    group: int
+    query_heads: int
+
+
+class NativeModel(nn.Module):
+    """A decoder whose forward pass is one native call.
+
+    A token's logits depend on it and its keys alone, bit for bit, whatever else is in the batch. Not
+    for several threads at once: activations live in one set of buffers.
+
+    Args:
+        model: transformers' model; its weights are copied into packed form, the model is not kept.
+        model_type: a key of ``shapes.SHAPES``.
+        layout: of the cache.
+        backend: the native kernels that the cache is read with.
+        pairs: round activations to bfloat16 and multiply in pairs, where weights and CPU allow it.
+
+    Raises:
+        NoNativeStepError: the model has a part that the step does not compute.
+    """
+
+    batch_invariant = True
+
+    def __init__(
+        self, model: Any, model_type: str, layout: KVLayout, backend: CpuBackend, *, pairs: bool = True
+    ) -> None:
+        super().__init__()
+        config = model.config
+        reason = unrecognised(model_type, config)
+        if reason is not None:
+            raise NoNativeStepError(reason)
+        if layout.shared:
+            raise NoNativeStepError("layers share each other's cache")
+        self._layout, self._backend = layout, backend
+        self._kept: list[torch.Tensor] = []  # what the native step holds by address
+        dtype = next(model.parameters()).dtype
+        # Says the dtype and device of the model to those who ask any module for its parameters.
+        self.anchor = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        self._shape = SHAPES[model_type]
+        body = model.model
+        self._rotary = body.rotary_emb
+        layers = list(body.layers)
+        self._rope_types = self._find_rope_types(config)
+        self._packed = [self._pack_layer(layer) for layer in layers]
+        head = self._linear(model.lm_head)
+        embedding = body.embed_tokens.weight
+        tied = head.bias is None and torch.equal(model.lm_head.weight, embedding)
+        self._packed.append([head])
+        eps = {_eps(norm) for norm in self._norms(body, layers)}
+        if len(eps) != 1:
+            raise NoNativeStepError(f"its norms have different epsilons {sorted(eps)}")
+        self.pairs = (
+            pairs
+            and dtype == torch.bfloat16
+            and _cpu.has_pair_products(backend.variant)
+            and all(linear.dtype == torch.bfloat16 for layer in self._packed for linear in layer)
+        )
+        self._vocab = int(model.lm_head.weight.shape[0])
+        self._step = _cpu.Step(
+            backend.variant,
+            backend.num_threads,
+            backend.gomp_parallel,
+            int(embedding.shape[1]),
+            int(config.intermediate_size),
+            self._vocab,
+            eps.pop(),
+            float(getattr(config, "residual_multiplier", None) or 1.0),
+            ACTIVATIONS[activation_of(config)],
+            self.pairs,
+        )
+        if not tied:
+            rows = self._keep(embedding.detach().clone())
+            self._step.set_embedding(rows.data_ptr(), DTYPE_CODES[rows.dtype])
+        exact, rounded = _embedding_scale(body.embed_tokens, config, dtype)
+        self.exact_embedding_scale, self.embedding_scale = exact, rounded
+        self.set_embedding_scale(rounded)
+        self._step.set_head(head.native, self._norm(body.norm))
+        self._places = [self._add_layer(index, layer, config) for index, layer in enumerate(layers)]
+        self._softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        self._logit_divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads: every packed matrix once (an embedding row per token comes on top)."""
+        return sum(linear.num_bytes for layer in self._packed for linear in layer)
+
+    def set_embedding_scale(self, scale: float) -> None:
+        self._step.set_embedding_scale(scale)
+
+    def take_times(self) -> dict[str, float]:
+        """Seconds in matrix products, attention and everything else since the last call."""
+        times: dict[str, float] = self._step.take_times()
+        return times
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logits_to_keep: torch.Tensor,
+        kv: KVBatch,
+        use_cache: bool = False,
+    ) -> StepOutput:
+        """As the transformers model it replaces: see ``attention.interface``.
+
+        Args:
+            input_ids: int64 [1, T].
+            position_ids: int64 [1, T].
+            logits_to_keep: int64 [N], rows whose logits are wanted.
+            kv: the batch; without padding.
+            use_cache: must be False.
+
+        Returns:
+            Logits [1, N, vocab] float32.
+        """
+        if use_cache or kv.num_padding:
+            raise ValueError("the native step has the paged cache only, and takes no padding")
+        store, backend = kv.store, self._backend
+        ids, rows = input_ids[0].contiguous(), logits_to_keep.contiguous()
+        angles = [self._angles(kind, position_ids) for kind in self._rope_types]
+        formats, batches = [], []
+        for group, fmt in enumerate(store.formats):
+            place = next(place for place in self._places if place.group == group)
+            formats.append(backend.native_format(fmt, place.query_heads))
+            batches.append(backend.native_batch(store.arena, kv.tables[group], kv.queries))
+        logits = torch.empty(len(rows), self._vocab, dtype=torch.float32)
+        self._step.run(
+            ids.data_ptr(),
+            len(ids),
+            [(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in angles],
+            int(angles[0][0].shape[-1]) if angles else 0,
+            formats,
+            batches,
+            rows.data_ptr(),
+            len(rows),
+            logits.data_ptr(),
+        )
+        if self._logit_divisor != 1.0:
+            logits /= self._logit_divisor
+        if self._softcap:
+            logits.div_(self._softcap).tanh_().mul_(self._softcap)
+        return StepOutput(logits.unsqueeze(0))
+
+    # -- building -----------------------------------------------------------------------------------
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._kept.append(tensor)
+        return tensor
+
+    def _angles(self, kind: str | None, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        like = torch.empty(0, dtype=torch.float32)
+        cosines, sines = self._rotary(like, positions) if kind is None else self._rotary(like, positions, kind)
+        return cosines[0].contiguous(), sines[0].contiguous()
+
+    def _find_rope_types(self, config: Any) -> list[str | None]:
+        """Keys of the model's tables of angles: one per layer type (Gemma 3), or a single None."""
+        kinds = getattr(self._rotary, "layer_types", None)
+        return [None] if kinds is None else list(kinds)
+
+    def _pack_layer(self, layer: Any) -> list[PackedLinear]:
+        attention, mlp, variant = layer.self_attn, layer.mlp, self._backend.variant
+        if hasattr(attention, "qkv_proj"):  # Phi 3 stores them fused
+            qkv = self._linear(attention.qkv_proj)
+        else:
+            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            biases = [part.bias for part in parts]
+            if any(bias is None for bias in biases) != all(bias is None for bias in biases):
+                biases = [part.weight.new_zeros(part.weight.shape[0]) if part.bias is None else part.bias for part in parts]
+            bias = None if biases[0] is None else torch.cat(biases)
+            qkv = pack_linear(torch.cat([part.weight for part in parts]), bias, variant)
+        if hasattr(mlp, "gate_up_proj"):
+            gate, up = mlp.gate_up_proj.weight.chunk(2)
+            bias = mlp.gate_up_proj.bias
+            gate_biases = None if bias is None else list(bias.chunk(2))
+        else:
+            gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+            gate_biases = None if mlp.gate_proj.bias is None else [mlp.gate_proj.bias, mlp.up_proj.bias]
+        return [
+            qkv,
+            self._linear(attention.o_proj),
+            pack_gated(gate, up, gate_biases, variant),
+            self._linear(mlp.down_proj),
+        ]
+
+    def _linear(self, module: nn.Linear) -> PackedLinear:
+        try:
+            return pack_linear(module.weight, module.bias, self._backend.variant)
+        except ValueError as error:
+            raise NoNativeStepError(str(error)) from error
+
+    def _norm(self, module: nn.Module | None) -> int:
+        """Address of a norm's weights, 0 for none."""
+        if module is None:
+            return 0
+        weight = module.get_parameter("weight").detach().float() + self._shape.norm_offset
+        return self._keep(weight.contiguous().clone()).data_ptr()
+
+    def _layer_norms(self, layer: Any) -> dict[str, nn.Module | None]:
+        shape = self._shape
+        found = {
+            name: None if attribute is None else getattr(layer, attribute)
+            for name, attribute in (
+                ("input_norm", shape.input_norm),
+                ("attention_out_norm", shape.attention_out_norm),
+                ("mlp_norm", shape.mlp_norm),
+                ("mlp_out_norm", shape.mlp_out_norm),
+            )
+        }
+        for name in ("q_norm", "k_norm"):
+            found[name] = getattr(layer.self_attn, name, None)
+        return found
+
+    def _norms(self, body: Any, layers: list[Any]) -> list[nn.Module]:
+        found = [norm for layer in layers for norm in self._layer_norms(layer).values() if norm is not None]
+        return [body.norm, *found]
+
+    def _add_layer(self, index: int, layer: Any, config: Any) -> _LayerPlace:
+        attention = layer.self_attn
+        group, place = self._layout.homes[index]
+        spec = self._layout.groups[group]
+        k_dim, v_dim = (plane.dim for plane in spec.planes)
+        query_heads = int(layer.self_attn.o_proj.weight.shape[1]) // v_dim
+        qkv, out, gate_up, down = self._packed[index]
+        native = _cpu.StepLayer()
+        native.qkv, native.o, native.gate_up, native.down = qkv.native, out.native, gate_up.native, down.native
+        for name, module in self._layer_norms(layer).items():
+            if name in ("q_norm", "k_norm") and module is not None:
+                size = int(module.get_parameter("weight").numel())
+                if size != k_dim:
+                    raise NoNativeStepError(f"{name} spans {size} channels, not one head's {k_dim}")
+            getattr(native, f"set_{name}")(self._norm(module))
+        native.query_heads = query_heads
+        native.group = group
+        native.place = place
+        if getattr(attention, "use_rope", True):
+            kinds = getattr(config, "layer_types", None)
+            native.rope = 0 if self._rope_types == [None] else self._rope_types.index(kinds[index])
+        native.window = -1 if spec.window is None else spec.window
+        native.scale = float(attention.scaling)
+        native.softcap = float(getattr(attention, "attn_logit_softcapping", None) or 0.0)
+        self._step.add_layer(native)
+        return _LayerPlace(group, query_heads)
+
+
+def _eps(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def _embedding_scale(embedding: Any, config: Any, dtype: torch.dtype) -> tuple[float, float]:
+    """What embeddings are multiplied by: exactly, and as rounded to the weights' dtype where the model does that."""
+    if getattr(config, "embedding_multiplier", None) is not None:  # Granite
+        return float(config.embedding_multiplier), float(config.embedding_multiplier)
+    scale = getattr(embedding, "embed_scale", None)
+    if scale is None:
+        return 1.0, 1.0
+    exact = float(scale)
+    return exact, float(torch.tensor(exact).to(dtype))
+
+
+__all__ = ["NativeModel", "NoNativeStepError", "Shape", "StepOutput"]
