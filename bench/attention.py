@@ -16,15 +16,12 @@ import ctypes
 import functools
 import json
 import math
-import mmap
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from machine import huge_tensor, matrix_peak, measure, read_bandwidth
 
 from kvloom.core.layout import LayerSpec, group_layers
 from kvloom.core.sizes import span_geometry
@@ -61,41 +58,6 @@ class Cell:
     bound_ms: float
     gb: float
     gflop: float
-
-
-def huge_tensor(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] on huge pages where the system gives them, as the engine's arena is."""
-    memory = mmap.mmap(-1, num_bytes + (2 << 20))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-
-
-def measure(functions: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Median milliseconds of each function, called in turn."""
-    times: list[list[float]] = [[] for _ in functions]
-    for turn in range(rounds + 1):
-        for series, function in zip(times, functions, strict=True):
-            start = time.perf_counter()
-            function()
-            if turn:  # the first turn warms up
-                series.append((time.perf_counter() - start) * 1e3)
-    return [statistics.median(series) for series in times]
-
-
-def read_bandwidth(rounds: int) -> float:
-    """GB/s at which all threads together read memory."""
-    data = huge_tensor(1 << 30)
-    data.fill_(1)
-    words = data.view(torch.int64)
-    return words.numel() * 8 / measure([lambda: words.sum()], rounds)[0] / 1e6
-
-
-def matrix_peak(dtype: torch.dtype, rounds: int) -> float:
-    """GFLOP/s of torch's matrix product."""
-    size = 512  # without bf16 instructions torch takes very long
-    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2 * size**3 / measure([lambda: a @ b], rounds)[0] / 1e6
 
 
 class Cache:

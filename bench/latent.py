@@ -18,7 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from attention import CPU, matrix_peak, measure, read_bandwidth
+from attention import CPU
+from machine import matrix_peak, measure, read_bandwidth
 
 from kvloom.attention.batch import KVBatch
 from kvloom.attention.mla import latent_attention

@@ -1,0 +1,1 @@
+"""One worker process per engine, all speaking ``bench.protocol``."""

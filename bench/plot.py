@@ -1,0 +1,144 @@
+"""Curves and bars of a result.
+
+python -m bench.plot RESULT.json OUT.svg [OUT.png …]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAMES = {"ours": "kvloom", "transformers": "transformers", "vllm": "vLLM (CPU)", "llama": "llama.cpp"}
+# Okabe and Ito's colours, which people with any colour vision can tell apart.
+COLOURS = {"ours": "#0072b2", "transformers": "#999999", "vllm": "#e69f00", "llama": "#009e73"}
+PARTS = (("weights_ms", "weights", "#0072b2"), ("cache_ms", "cache", "#56b4e9"), ("rest_ms", "rest", "#dddddd"))
+Point = tuple[float, float, float, float, float]  # x, value, least, most, bound
+
+
+def draw(document: dict[str, Any], paths: Sequence[Path]) -> None:
+    """Write the plot in each path's format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#eeeeee",
+        "axes.axisbelow": True,
+        "legend.frameon": False,
+        "svg.hashsalt": "kvloom",  # equal results give equal files
+    }
+    with pyplot.rc_context(style):
+        figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+        machine = document["machine"]
+        figure.suptitle(
+            f"{document['model']['name']}, {machine['processor']}, {machine['threads']} threads, "
+            f"{machine['bandwidth_gb_s']:.0f} GB/s",
+            fontsize=11,
+        )
+        cells = [cell for cell in document["cells"] if cell["phase"] == "decode" and not cell["shared"]]
+        for axis, batch in ((axes[0, 0], 1), (axes[0, 1], 8)):
+            chosen = [cell for cell in cells if cell["sequences"] == batch]
+            title = f"One decode step, {batch} sequence{'s' if batch > 1 else ''}"
+            curves(axis, chosen, "context", title, "context, tokens", "ms")
+        chosen = [cell for cell in cells if cell["context"] == 512]
+        curves(axes[1, 0], chosen, "sequences", "Decode, context 512", "sequences", "tokens per second")
+        bars(axes[1, 1], [cell for cell in document["cells"] if cell["phase"] == "decode"])
+        for path in paths:
+            plain = {"Date": None} if path.suffix == ".svg" else {}
+            figure.savefig(path, dpi=150, metadata=plain)
+        pyplot.close(figure)
+
+
+def curves(axis: Axes, cells: Sequence[dict[str, Any]], key: str, title: str, x_title: str, y_title: str) -> None:
+    """Each engine's medians over ``key`` with bars from its fastest to its slowest round, and our bound."""
+    value: Callable[[dict[str, Any], float], float] = (
+        (lambda _, seconds: seconds * 1e3) if y_title == "ms" else (lambda cell, seconds: cell["sequences"] / seconds)
+    )
+    for name in NAMES:
+        found = points(cells, name, key, value)
+        if not found:
+            continue
+        xs, middle, least, most, limit = zip(*found, strict=True)
+        below = [median - low for median, low in zip(middle, least, strict=True)]
+        above = [high - median for median, high in zip(middle, most, strict=True)]
+        strong = name == "ours"
+        axis.errorbar(
+            xs,
+            middle,
+            [below, above],
+            marker="o",
+            markersize=4,
+            capsize=2,
+            color=COLOURS[name],
+            label=NAMES[name],
+            linewidth=2 if strong else 1.4,
+            zorder=3 if strong else 2,
+        )
+        if strong:
+            axis.plot(xs, limit, color="#333333", linestyle="--", linewidth=1, label="physical bound (kvloom's cache)")
+    axis.set(title=title, xlabel=x_title, ylabel=y_title, xscale="log", yscale="log")
+    ticks = sorted({cell[key] for cell in cells})
+    axis.set_xticks(ticks, [f"{tick}" for tick in ticks], minor=False)
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
+    axis.yaxis.set_major_locator(_steps())
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend()
+    else:
+        axis.text(0.5, 0.5, "not measured in this run", ha="center", transform=axis.transAxes, color="#999999")
+
+
+def _steps() -> Any:
+    from matplotlib.ticker import LogLocator
+
+    return LogLocator(base=10, subs=(1, 2, 5))
+
+
+def points(
+    cells: Sequence[dict[str, Any]], name: str, key: str, value: Callable[[dict[str, Any], float], float]
+) -> list[Point]:
+    """An engine's points of a curve, by ascending ``key``."""
+    found: list[Point] = []
+    for cell in sorted(cells, key=lambda cell: int(cell[key])):
+        figures = cell["engines"].get(name, {})
+        if "seconds" in figures:
+            ends = sorted(value(cell, seconds) for seconds in figures["rounds"])
+            found.append(
+                (cell[key], value(cell, figures["seconds"]), ends[0], ends[-1], value(cell, figures["bound_s"]))
+            )
+    return found
+
+
+def bars(axis: Axes, cells: Sequence[dict[str, Any]]) -> None:
+    """What our steps are made of, as shares."""
+    found = [(cell["name"].partition(":")[2], cell["engines"].get("ours", {})) for cell in cells]
+    found = [(name, figures) for name, figures in found if "rest_ms" in figures][:12]
+    left = [0.0] * len(found)
+    for key, label, colour in PARTS:
+        shares = [figures[key] / figures["seconds"] / 10 for _, figures in found]
+        axis.barh([name for name, _ in found], shares, left=left, color=colour, label=label)
+        left = [start + share for start, share in zip(left, shares, strict=True)]
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.set(title="What kvloom's decode step is made of", xlabel="% of the step", xlim=(0, 100))
+    axis.legend(loc="lower right", frameon=True, framealpha=0.9)
+
+
+def main() -> None:
+    source, *targets = sys.argv[1:]
+    draw(json.loads(Path(source).read_text(encoding="utf-8")), [Path(target) for target in targets])
+
+
+if __name__ == "__main__":
+    main()
