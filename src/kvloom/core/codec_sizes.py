@@ -9,7 +9,7 @@ Layouts per block of ``n`` tokens of one plane of dimension ``d`` (bits per valu
 =============  =====================================================================================
 raw            2 or 4 bytes a value
 fp8, int8      one byte a value + one fp16 scale per token                           [8 + 16/d]
-int4           four bits a value + fp16 scale and zero point per token                [4 + 32/d]
+int4           four bits a value + fp16 scale and minimum per token                   [4 + 32/d]
 q8_0, q4_0     ggml's groups of 32 values with one fp16 scale: 34 and 18 bytes        [8.5, 4.5]
 kivi-B key     B bits a value + fp16 scale and minimum per channel and block          [B + 32/n]
 kivi-B value   B bits a value + fp16 scale and minimum per token and 32 channels      [B + 1]

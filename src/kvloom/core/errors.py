@@ -4,6 +4,7 @@
 
     KvloomError
     ├── ConfigError              a flag, variable or file asks for something impossible   exit 2
+    │   └── CodecError               a codec does not fit the plane, or lacks its calibration
     ├── ModelError               a model cannot be served                                 exit 2
     │   ├── UnsupportedModelError    known to be wrong, or not verified
     │   └── CorruptModelError        files missing, truncated or contradictory
@@ -33,6 +34,10 @@ class ConfigError(KvloomError):
     """A flag, environment variable or file asks for something impossible."""
 
     exit_status = 2
+
+
+class CodecError(ConfigError):
+    """A codec does not fit the plane or block it is asked for, or lacks its calibration."""
 
 
 class ModelError(KvloomError):
