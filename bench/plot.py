@@ -122,17 +122,19 @@ def points(
 
 def bars(axis: Axes, cells: Sequence[dict[str, Any]]) -> None:
     """What our steps are made of, as shares."""
-    found = [(cell["name"].partition(":")[2], cell["engines"].get("ours", {})) for cell in cells]
-    found = [(name, figures) for name, figures in found if "rest_ms" in figures][:12]
+    ordered = sorted(cells, key=lambda cell: (cell["sequences"], cell["context"]))
+    found = [(cell["name"].partition(":")[2], cell["engines"].get("ours", {})) for cell in ordered]
+    found = [(name, figures) for name, figures in found if "rest_ms" in figures]
     left = [0.0] * len(found)
     for key, label, colour in PARTS:
         shares = [figures[key] / figures["seconds"] / 10 for _, figures in found]
         axis.barh([name for name, _ in found], shares, left=left, color=colour, label=label)
         left = [start + share for start, share in zip(left, shares, strict=True)]
     axis.invert_yaxis()
+    axis.tick_params(axis="y", labelsize=9 if len(found) <= 12 else 7)
     axis.grid(axis="y", visible=False)
-    axis.set(title="What kvloom's decode step is made of", xlabel="% of the step", xlim=(0, 100))
-    axis.legend(loc="lower right", frameon=True, framealpha=0.9)
+    axis.set(title="What kvloom's decode step is made of", xlabel="% of its time", xlim=(0, 100))
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=len(PARTS))
 
 
 def main() -> None:

@@ -14,11 +14,12 @@ COLUMNS = (
 def heading(document: dict[str, Any]) -> str:
     """What was measured where."""
     machine, model = document["machine"], document["model"]
-    peaks = ", ".join(f"{dtype} {peak:.0f}" for dtype, peak in machine["peak_gflop_s"].items())
+    both = machine["start_and_end"]
+    peaks = ", ".join(f"{dtype} {_range(peaks)}" for dtype, peaks in both["peak_gflop_s"].items())
     lines = [
         f"{model['name']} on {machine['processor']}, {machine['threads']} threads ({machine['capability']})",
-        f"read bandwidth {machine['bandwidth_gb_s']:.1f} GB/s (at the end {machine['bandwidth_gb_s_at_end']:.1f}), "
-        f"matrix peak {peaks} GFLOP/s",
+        f"at start and end: read bandwidth {_range(both['bandwidth_gb_s'])} GB/s, matrix peak {peaks} GFLOP/s; bounds "
+        "are by the better",
     ]
     for name, engine in document["engines"].items():
         if "not_run" in engine:
@@ -30,6 +31,10 @@ def heading(document: dict[str, Any]) -> str:
             text += f", kernels {own['kernels']}/{own['kernel_variant']}"
         lines.append(text + "".join(f"; {note}" for note in engine.get("notes", ())))
     return "\n".join(lines)
+
+
+def _range(both: Sequence[float]) -> str:
+    return " and ".join(f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in both)
 
 
 @dataclass(frozen=True)

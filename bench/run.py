@@ -33,6 +33,7 @@ ENGINES = ("ours", "transformers", "vllm", "llama")
 MODULES = {"transformers": "hf"}
 PREFILL_ROUNDS = 3  # a round computes everything anew; they are long and differ little
 IDLE_SHARE = 0.05  # of a processor, while another engine computes
+Rounds = list[dict[str, Any]]
 
 
 def log(text: str) -> None:
@@ -42,9 +43,8 @@ def log(text: str) -> None:
 class Engines:
     """The workers, and why some are not there."""
 
-    def __init__(self, arguments: argparse.Namespace, subject: Subject, directory: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
         self.arguments = arguments
-        self.subject = subject
         self.directory = directory
         self.info: dict[str, dict[str, Any]] = {}
         self.idle_share = 0.0  # the most that engines took together while it was another's turn
@@ -97,9 +97,9 @@ class Engines:
             self.idle_share = max(self.idle_share, taken / elapsed)
         return result
 
-    def run_cell(self, cell: Cell, names: Sequence[str], rounds: int) -> dict[str, list[dict[str, Any]] | str]:
+    def run_cell(self, cell: Cell, names: Sequence[str], rounds: int) -> dict[str, Rounds | str]:
         """Rounds of each engine in turn, or the reason for there being none."""
-        found: dict[str, list[dict[str, Any]] | str] = {}
+        found: dict[str, Rounds | str] = {}
         ready: list[str] = []
         for name in names:
             if "not_run" in self.info[name]:
@@ -115,9 +115,7 @@ class Engines:
             self._attempt(name, ready, found, "release")
         return found
 
-    def _attempt(
-        self, name: str, ready: list[str], found: dict[str, list[dict[str, Any]] | str], do: str, **arguments: Any
-    ) -> None:
+    def _attempt(self, name: str, ready: list[str], found: dict[str, Rounds | str], do: str, **arguments: Any) -> None:
         try:
             result = self.ask(name, do, **arguments)
         except WorkerError as error:
@@ -253,11 +251,10 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """The whole run as one document."""
     subject = find_model(arguments.model)
     log("measuring the machine")
-    machine = measure_machine(arguments.threads)
-    limits = Machine(bandwidth=machine["bandwidth_gb_s"] * 1e9, peak=max(machine["peak_gflop_s"].values()) * 1e9)
+    start = measure_machine(arguments.threads)
     cells = [cell.within(subject.max_model_len, new_tokens(arguments, cell)) for cell in arguments.cells]
-    engines = Engines(arguments, subject, directory)
-    results: list[dict[str, Any]] = []
+    engines = Engines(arguments, directory)
+    results: list[tuple[Cell, dict[str, Rounds | str]]] = []
     offline = [cell for cell in cells if cell.phase != "served"]
     served = [cell for cell in cells if cell.phase == "served"]
     # Peers leave before the server comes: each holds gigabytes.
@@ -271,26 +268,12 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
             for cell in group:
                 log(cell.name)
                 rounds = min(arguments.rounds, PREFILL_ROUNDS) if cell.phase == "prefill" else arguments.rounds
-                figures: dict[str, dict[str, Any]] = {}
-                for name, found in engines.run_cell(cell, names, rounds).items():
-                    if isinstance(found, str):
-                        figures[name] = {"not_run": found}
-                        continue
-                    figures[name] = summarise(
-                        cell,
-                        found,
-                        model=subject.cost,
-                        machine=limits,
-                        steps=arguments.steps,
-                        element_bytes=engines.info[name]["cache_element_bytes"],
-                    )
-                compare(figures, ours="ours", processors=len(os.sched_getaffinity(0)))
-                results.append({"name": cell.name, **vars(cell), "engines": figures})
+                results.append((cell, engines.run_cell(cell, names, rounds)))
         finally:
             engines.stop_all()
-    machine["bandwidth_gb_s_at_end"] = measure_machine(arguments.threads)["bandwidth_gb_s"]
     if engines.idle_share > IDLE_SHARE:
         log(f"engines took {engines.idle_share:.0%} of a processor while it was another's turn: figures suffer")
+    machine = better(start, measure_machine(arguments.threads))
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine,
@@ -307,8 +290,54 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         },
         "engines": engines.info,
         "idle_share": engines.idle_share,
-        "cells": results,
+        "cells": [
+            {
+                "name": cell.name,
+                **vars(cell),
+                "engines": figures(arguments, subject, machine, engines.info, cell, found),
+            }
+            for cell, found in results
+        ],
     }
+
+
+def better(start: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
+    """The machine as the bounds take it: the best that was seen of it, with what it gave at either end of the run."""
+    bandwidth = [start["bandwidth_gb_s"], end["bandwidth_gb_s"]]
+    peaks = {dtype: [peak, end["peak_gflop_s"][dtype]] for dtype, peak in start["peak_gflop_s"].items()}
+    return {
+        **start,
+        "bandwidth_gb_s": max(bandwidth),
+        "peak_gflop_s": {dtype: max(both) for dtype, both in peaks.items()},
+        "start_and_end": {"bandwidth_gb_s": bandwidth, "peak_gflop_s": peaks},
+    }
+
+
+def figures(
+    arguments: argparse.Namespace,
+    subject: Subject,
+    machine: dict[str, Any],
+    info: dict[str, dict[str, Any]],
+    cell: Cell,
+    results: dict[str, Rounds | str],
+) -> dict[str, dict[str, Any]]:
+    """Every engine's figures for a cell, or why there are none."""
+    limits = Machine(bandwidth=machine["bandwidth_gb_s"] * 1e9, peak=max(machine["peak_gflop_s"].values()) * 1e9)
+    found: dict[str, dict[str, Any]] = {}
+    for name, rounds in results.items():
+        if isinstance(rounds, str):
+            found[name] = {"not_run": rounds}
+            continue
+        found[name] = summarise(
+            cell,
+            rounds,
+            model=subject.cost,
+            machine=limits,
+            steps=arguments.steps,
+            element_bytes=info[name]["cache_element_bytes"],
+        )
+    compare(found, ours="ours", processors=len(os.sched_getaffinity(0)))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

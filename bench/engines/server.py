@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -20,11 +21,14 @@ class Server:
             "num_threads": options["threads"],
             **options["settings"],
         }
-        flags = [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-        command = [sys.executable, "-m", "kvloom.cli", "serve", options["model"], "--port", "0", "--json"]
+        environment = {**os.environ, **{f"KVLOOM_{key.upper()}": str(value) for key, value in settings.items()}}
         # In this worker's process group, which the parent ends.
         self.process = subprocess.Popen(
-            [*command, "--no-access-log", *flags], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "kvloom.cli", "serve", options["model"], "--port", "0", "--json", "--no-access-log"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         text = ""
