@@ -13,52 +13,54 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// Logits of all rows at the chunk's visible tokens, rounded outwards to whole vectors.
+// Logits of a segment's rows at its tokens, rounded outwards to whole vectors.
 template <class T>
-void chunk_scores(const ChunkArgs& args) {
+void segment_scores(const ChunkArgs& args, const Segment& segment) {
     const Format& format = *args.format;
     const int size = format.block_size;
     const int grain = Vec::W < size ? Vec::W : size;
-    const unsigned char* const* block = args.blocks;
-    for (int start = args.first / size * size; start < args.end; start += size, ++block) {
-        const int from = args.first > start ? (args.first - start) / grain * grain : 0;
-        int to = args.end - start;
+    const ptrdiff_t row = static_cast<ptrdiff_t>(segment.row) * kLda;
+    const unsigned char* const* block = segment.blocks;
+    for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
+        const int from = segment.first > start ? (segment.first - start) / grain * grain : 0;
+        int to = segment.end - start;
         to = to < size ? (to + grain - 1) / grain * grain : size;
         Operands o;
-        o.a = args.q;
+        o.a = static_cast<const typename T::A*>(args.q) + row;
         o.block = block;
         o.blocks = 1;
         o.b_offset = format.k_offset + from * T::P * static_cast<ptrdiff_t>(sizeof(typename T::B));
         o.b_stride = static_cast<ptrdiff_t>(size) * T::P;
         o.steps = format.k_dim / T::P;
-        o.c = args.scores + start + from;
+        o.c = args.scores + row + start + from;
         o.c_stride = kLda;
         o.accumulate = false;
         o.prefetch = true;
-        product<T>(args.rows, to - from, o);
+        product<T>(segment.rows, to - from, o);
     }
 }
 
-// out (+)= weights V over the chunk's visible tokens and no other: what lies beside them in memory
-// may never have been written, and 0 * NaN would spoil the sum.
+// out (+)= weights V over a segment's tokens and no other: what lies beside them in memory may
+// never have been written, and 0 * NaN would spoil the sum.
 template <class T>
-void chunk_outputs(const ChunkArgs& args) {
+void segment_outputs(const ChunkArgs& args, const Segment& segment, bool accumulate) {
     const Format& format = *args.format;
     const int size = format.block_size, dim = format.v_dim;
-    const auto* weights = Same<T, BF16Dot>::value ? static_cast<const typename T::A*>(args.weights)
-                                                  : reinterpret_cast<const typename T::A*>(args.scores);
-    const unsigned char* const* block = args.blocks;
+    const auto* weights = (Same<T, BF16Dot>::value ? static_cast<const typename T::A*>(args.weights)
+                                                   : reinterpret_cast<const typename T::A*>(args.scores)) +
+                          static_cast<ptrdiff_t>(segment.row) * kLda;
+    const unsigned char* const* block = segment.blocks;
     typename T::B lone[kMaxLatentDim * T::P];
     const unsigned char* const lone_block[] = {reinterpret_cast<const unsigned char*>(lone), nullptr};
     // Where several groups of rows read the values, or one tile is as wide as they are, a tile goes
     // through all blocks with its sums in registers. Else block by block, so that memory is read in order.
-    const bool through = args.rows > T::kRows2 || (args.rows <= T::kRows4 && dim <= 4 * Vec::W);
+    const bool through = segment.rows > T::kRows2 || (segment.rows <= T::kRows4 && dim <= 4 * Vec::W);
 
     Operands o;
-    o.c = args.out;
+    o.c = args.out + segment.row * args.out_stride;
     o.c_stride = args.out_stride;
     o.b_stride = static_cast<ptrdiff_t>(dim) * T::P;
-    o.accumulate = false;
+    o.accumulate = accumulate;
     o.prefetch = true;
     const auto run = [&](int token, const unsigned char* const* list, int blocks, ptrdiff_t offset, int steps) {
         o.a = weights + token;
@@ -66,14 +68,14 @@ void chunk_outputs(const ChunkArgs& args) {
         o.blocks = blocks;
         o.b_offset = offset;
         o.steps = steps;
-        product<T>(args.rows, dim, o);
+        product<T>(segment.rows, dim, o);
         o.accumulate = true;
     };
-    for (int start = args.first / size * size; start < args.end;) {
-        int from = args.first > start ? args.first : start;
-        const int to = args.end < start + size ? args.end : start + size;
+    for (int start = segment.first / size * size; start < segment.end;) {
+        int from = segment.first > start ? segment.first : start;
+        const int to = segment.end < start + size ? segment.end : start + size;
         if (to - from == size) {
-            const int blocks = through ? (args.end - start) / size : 1;
+            const int blocks = through ? (segment.end - start) / size : 1;
             run(start, block, blocks, format.v_offset, size / T::P);
             start += blocks * size;
             block += blocks;
@@ -104,11 +106,18 @@ void chunk_outputs(const ChunkArgs& args) {
 template <class T>
 void attend_chunk(const ChunkArgs& args) {
     constexpr int W = Vec::W;
-    chunk_scores<T>(args);
-    if (args.latent != nullptr) latent_scores<T>(args);
+    for (int s = 0; s < args.count; ++s) {
+        segment_scores<T>(args, args.segments[s]);
+        if (args.latent != nullptr) latent_scores<T>(args, args.segments[s]);
+    }
     const int begin = args.first / W * W, end = (args.end + W - 1) / W * W;
     for (int row = 0; row < args.rows; ++row) softmax_row<T>(args, row, begin, end);
-    chunk_outputs<T>(args);
+    // Rows of one segment can have had another before it or not: all start from zero then.
+    const bool several = args.count > 1;
+    for (int row = 0; several && row < args.rows; ++row) {
+        __builtin_memset(args.out + row * args.out_stride, 0, args.format->v_dim * sizeof(float));
+    }
+    for (int s = 0; s < args.count; ++s) segment_outputs<T>(args, args.segments[s], several);
 }
 
 template <class V>

@@ -50,22 +50,24 @@ void widen_token(const typename T::B* plane, int part, int channels, typename Wi
     }
 }
 
-// Adds the latents' part to the scores of all rows at the chunk's visible tokens.
+// Adds the latents' part to the scores of a segment's rows at its tokens.
 template <class T>
-void latent_scores(const ChunkArgs& args) {
+void latent_scores(const ChunkArgs& args, const Segment& segment) {
     using U = typename Widened<T>::Type;
     const Format& format = *args.format;
     const LatentArgs& latent = *args.latent;
     const int size = format.block_size, dim = format.v_dim, columns = latent.columns;
+    // The segment's rows among the queries' columns, in whole vectors of 8.
+    const int column = segment.row / 8 * 8, count_columns = (segment.row + segment.rows + 7) / 8 * 8 - column;
     const unsigned char* const queries[] = {static_cast<const unsigned char*>(latent.q), nullptr};
     auto* tokens = static_cast<typename U::A*>(latent.tokens);
 
-    const unsigned char* const* block = args.blocks;
-    for (int start = args.first / size * size; start < args.end; start += size, ++block) {
+    const unsigned char* const* block = segment.blocks;
+    for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
         const auto* plane = reinterpret_cast<const typename T::B*>(block[0] + format.v_offset);
         const ptrdiff_t ahead = block[1] != nullptr ? block[1] - block[0] : 0;
-        const int begin = args.first > start ? args.first : start;
-        const int end = args.end < start + size ? args.end : start + size;
+        const int begin = segment.first > start ? segment.first : start;
+        const int end = segment.end < start + size ? segment.end : start + size;
         for (int token = begin, count; token < end; token += count) {
             count = end - token < kLatentTokens ? end - token : kLatentTokens;
             for (int d = 0; d < dim; d += kChunk) {  // what a row of A holds
@@ -84,16 +86,17 @@ void latent_scores(const ChunkArgs& args) {
                 o.a = tokens;
                 o.block = queries;
                 o.blocks = 1;
-                o.b_offset = static_cast<ptrdiff_t>(d) * columns * static_cast<ptrdiff_t>(sizeof(typename U::B));
+                o.b_offset = (static_cast<ptrdiff_t>(d) * columns + column * U::P) *
+                             static_cast<ptrdiff_t>(sizeof(typename U::B));
                 o.b_stride = static_cast<ptrdiff_t>(columns) * U::P;
                 o.steps = channels / U::P;
-                o.c = latent.products;
+                o.c = latent.products + column;
                 o.c_stride = columns;
                 o.accumulate = d > 0;
                 o.prefetch = false;
-                product<U>(count, columns, o);
+                product<U>(count, count_columns, o);
             }
-            for (int row = 0; row < args.rows; ++row) {
+            for (int row = segment.row; row < segment.row + segment.rows; ++row) {
                 float* scores = args.scores + static_cast<ptrdiff_t>(row) * kLda + token;
                 for (int t = 0; t < count; ++t) scores[t] += latent.products[t * columns + row];
             }

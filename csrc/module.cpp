@@ -106,6 +106,15 @@ private:
     Parallel parallel_;
 };
 
+// For tests: what sharing saves. `window` -1: none.
+int64_t keys_read(const Format& format, const Batch& batch, int query_heads, bool latent, int64_t window) {
+    KeyBounds keys;
+    keys.window = window;
+    AttentionPlan plan;
+    plan.make(format, batch, keys, query_heads, latent, 1);
+    return plan.keys_read();
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -114,6 +123,7 @@ NB_MODULE(_cpu, m) {
     m.attr("MAX_DIM") = kMaxDim;
     m.attr("MAX_LATENT_DIM") = kMaxLatentDim;
     m.attr("CHUNK") = kChunk;
+    m.def("keys_read", &keys_read, "Keys that attention reads for a layer of `format`, over all heads.");
     m.def("variant_names", &variant_names, "Instruction sets this CPU has, slowest first.");
 
     nb::class_<Format>(m, "Format", "Geometry of one layer group's blocks; offsets in bytes.")

@@ -52,15 +52,24 @@ struct LatentArgs {
     float* products;  // scratch [kLatentTokens][columns]
 };
 
-// One chunk of keys against one tile of query rows.
+// Keys of a chunk that some of a tile's rows read together.
+struct Segment {
+    const unsigned char* const* blocks;  // from the block of `first`; one more entry than blocks
+                                         // read: the next to prefetch, or null
+    int first, end;                      // tokens visible to any of the rows, from the chunk's start
+    int row, rows;                       // of the tile
+};
+
+// One chunk of keys against one tile of query rows. A row's keys are those of its segments, which
+// come in ascending order; rows of several sequences have some in common and some to themselves.
 struct ChunkArgs {
     const Format* format;
     int rows;
-    const void* q;                       // [rows][kLda], packed by KernelTable::pack
-    const unsigned char* const* blocks;  // from the first block with a visible token; one more
-                                         // entry than blocks read: the next to prefetch, or null
-    int first, end;                      // tokens visible to any row, from the chunk's start
-    const int *low, *high;               // [rows], tokens visible to each row, from the chunk's start
+    const void* q;            // [rows][kLda], packed by KernelTable::pack
+    const Segment* segments;
+    int count;                // of segments
+    int first, end;           // tokens of all segments, from the chunk's start
+    const int *low, *high;    // [rows], tokens visible to each row, from the chunk's start
     float scale;                         // includes log2(e) unless there is a softcap
     float softcap;                       // 0: none
     float* scores;                       // scratch [rows][kLda]
