@@ -11,7 +11,7 @@ import torch
 
 from kvloom.codecs import CODECS, make_codec
 from kvloom.codecs.base import count_non_finite
-from kvloom.core.codec_sizes import PLANNED_BLOCK_BYTES, block_bytes
+from kvloom.core.codec_sizes import CODEC_CHOICES, PLANNED_BLOCK_BYTES, RAW_DTYPES, block_bytes
 from kvloom.core.errors import CodecError, ConfigError
 from kvloom.core.sizes import BLOCK_SIZES, CODEC_BLOCK_BYTES
 
@@ -30,7 +30,10 @@ def round_trip(name: str, rows: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_lossy_format_has_a_codec() -> None:
-    assert set(CODECS) <= {*PLANNED_BLOCK_BYTES, *CODEC_BLOCK_BYTES}
+    raw = {"raw", *RAW_DTYPES}
+    assert set(CODECS) == {*PLANNED_BLOCK_BYTES, *CODEC_BLOCK_BYTES} - raw
+    named = {plane for choice in CODEC_CHOICES.values() for plane in (choice.key, choice.value)}
+    assert named - raw <= set(CODECS)
 
 
 @pytest.mark.parametrize("name", ALL)

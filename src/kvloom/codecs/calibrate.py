@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from kvloom.codecs.calibration import Calibration
+from kvloom.codecs.kvquant import middle_and_reach, normalise_values
+from kvloom.codecs.levels import matched_levels, weighted_levels
+from kvloom.codecs.numbers import finite
 from kvloom.core.errors import CodecError
+
+PERCENTILES = (0.005, 0.995)
+LEVEL_BITS = (4, 3, 2)
+VALUE_BLOCK = 32  # tokens over which the values' outliers are chosen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,4 +68,52 @@ def _layer_statistics(sample: LayerSample) -> dict[str, torch.Tensor]:
         tokens, heads, dim = keys.shape
         grouped = sample.queries.double().reshape(tokens, heads, -1, dim)
         found["query_square"] = grouped.square().mean(dim=(0, 2))
+    if sample.raw_keys is not None:
+        found |= _key_levels(sample.raw_keys, sample.raw_key_gradients)
+        found |= _value_levels(sample.values, sample.value_gradients)
     return {kind: tensor.float() for kind, tensor in found.items()}
+
+
+def _key_levels(raw_keys: torch.Tensor, gradients: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """kvquant's ranges of the channels, and levels pooled over heads and channels."""
+    keys = finite(raw_keys)
+    low, high = _percentiles(keys)
+    middle, reach = middle_and_reach(low, high)
+    y = (keys - middle) / reach
+    weights = torch.ones_like(y) if gradients is None else gradients.float().square()
+    return {"raw_key_low": low, "raw_key_high": high, **_levels("key", y, weights, y.abs() <= 1.0)}
+
+
+def _value_levels(values: torch.Tensor, gradients: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """kvquant's levels of values, normalised as the codec does."""
+    tokens = max(1, values.shape[0] // VALUE_BLOCK) * VALUE_BLOCK
+    blocks, weights = (
+        rows[:tokens].reshape(-1, min(VALUE_BLOCK, rows.shape[0]), *rows.shape[1:]).transpose(1, 2)
+        for rows in (finite(values), torch.ones_like(values) if gradients is None else gradients.float().square())
+    )
+    found = normalise_values(blocks)
+    inlier = torch.ones(*blocks.shape[:2], blocks.shape[2] * blocks.shape[3], dtype=torch.bool)
+    inlier = inlier.scatter(-1, found.places, torch.zeros_like(found.places, dtype=torch.bool)).reshape(blocks.shape)
+    return _levels("value", found.y, weights, inlier)
+
+
+def _levels(kind: str, y: torch.Tensor, weights: torch.Tensor, inlier: torch.Tensor) -> dict[str, torch.Tensor]:
+    """[2, 2^bits] for each number of bits: to choose codes by, to decode with (stretched at 2 bits)."""
+    values, weight = y[inlier], weights[inlier]
+    found = {}
+    for bits in LEVEL_BITS:
+        levels = weighted_levels(values, weight, 1 << bits)
+        found[f"{kind}_levels{bits}"] = torch.stack([levels, matched_levels(values, levels) if bits == 2 else levels])
+    return found
+
+
+def _percentiles(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each head's channels over float32 [T, H, d], interpolated."""
+    ordered = keys.sort(dim=0).values
+    found = []
+    for share in PERCENTILES:
+        place = share * (len(ordered) - 1)
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        found.append(ordered[below] + (ordered[above] - ordered[below]) * (place - below))
+    return found[0], found[1]

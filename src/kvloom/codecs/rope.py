@@ -34,6 +34,11 @@ class RopeTable:
         angles = torch.arange(positions, dtype=torch.float64).unsqueeze(1) * frequencies.to(torch.float64).cpu()
         return cls((angles.cos() * factor).float(), (angles.sin() * factor).float(), style)
 
+    @classmethod
+    def identity(cls, positions: int) -> RopeTable:
+        """For a model without rotary positions."""
+        return cls(torch.zeros(positions, 0), torch.zeros(positions, 0))
+
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """RoPE applied to float32 [N, heads, T, dim]; ``positions`` int64 [N, T]."""
         cos, sin = self._at(positions, x)

@@ -6,22 +6,23 @@ codec that becomes real moves its line to ``CODEC_BLOCK_BYTES``, which then wins
 
 Layouts per block of ``n`` tokens of one plane of dimension ``d`` (bits per value in brackets):
 
-=============  =====================================================================================
-raw            2 or 4 bytes a value
-fp8, int8      one byte a value + one fp16 scale per token                           [8 + 16/d]
-int4           four bits a value + fp16 scale and minimum per token                   [4 + 32/d]
-q8_0, q4_0     ggml's groups of 32 values with one fp16 scale: 34 and 18 bytes        [8.5, 4.5]
-kivi-B key     B bits a value + fp16 scale and minimum per channel and block          [B + 32/n]
-kivi-B value   B bits a value + fp16 scale and minimum per token and 32 channels      [B + 1]
-kvquant-B      B bits a value + 1 % outliers of 32 bits; values also low and high     [B + 0.32 …]
-turboquant-B   B bits a value + one fp16 norm per token                               [B + 16/d]
-turboquant-B.5 a quarter of the channels one bit wider + two fp16 norms per token     [B + 1/4 + 32/d]
-loom-B         as turboquant-B (the calibrated key mean is per model, not per token)  [B + 16/d]
-kvarn-B key    B bits + scale and zero per channel + scale per token, fp16
-kvarn-B value  B bits + scale and zero per token + scale per channel, fp16
-=============  =====================================================================================
+==================  ================================================================================
+raw                 2 or 4 bytes a value
+fp8, int8           one byte a value + one fp16 scale per token                       [8 + 16/d]
+int4                four bits a value + fp16 scale and minimum per token              [4 + 32/d]
+q8_0, q4_0          ggml's groups of 32 values with one fp16 scale: 34 and 18 bytes   [8.5, 4.5]
+kivi-B key          B bits a value + fp16 scale and minimum per channel and block     [B + 32/n]
+kivi-B value        B bits a value + fp16 scale and minimum per token and 32 channels [B + 1]
+kvquant-B           B bits a value + 1 % outliers of 32 bits; values: low and high    [B + 0.32 …]
+turboquant-B        B bits a value + one fp16 scale per token                         [B + 16/d]
+turboquant-B.prod   B bits a value, one of them a sign + two fp16 scales per token    [B + 32/d]
+turboquant-B.5      a quarter of the channels one bit wider + two scales per token    [B + 1/4 + 32/d]
+loom-B              as turboquant-B (the calibrated key mean is per model)            [B + 16/d]
+kvarn-B key         B bits + scale and minimum per channel + scale per token, fp16
+kvarn-B value       B bits + scale and minimum per token + scale per channel, fp16
+==================  ================================================================================
 
-Sources: the papers' and engines' formats as collected in ``docs/sizing.md``.
+The fields behind these bytes are in ``docs/codecs.md``.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _kvquant(bits: int, token_side_bytes: int) -> BlockBytes:
 
 def _split(bits: int) -> BlockBytes:
     def block_bytes(dim: int, tokens: int) -> int:
-        wide = dim // 4
+        wide = 8 * (dim // 32)  # a quarter, in whole bytes of codes
         return _ceil(wide * (bits + 1) + (dim - wide) * bits, 8) * tokens + 4 * tokens
 
     return block_bytes
@@ -107,6 +108,9 @@ PLANNED_BLOCK_BYTES: Mapping[str, BlockBytes] = {
     "turboquant4": _token_scaled(4, 2),
     "turboquant3": _token_scaled(3, 2),
     "turboquant2": _token_scaled(2, 2),
+    "turboquant4.prod": _token_scaled(4, 4),
+    "turboquant3.prod": _token_scaled(3, 4),
+    "turboquant2.prod": _token_scaled(2, 4),
     "turboquant3.5": _split(3),
     "turboquant2.5": _split(2),
     "loom4": _token_scaled(4, 2),
@@ -162,6 +166,16 @@ _CHOICES: tuple[CodecChoice, ...] = (
     _same("turboquant4", 16, 64),
     _same("turboquant3", 16, 64),
     _same("turboquant2", 16, 64),
+    *(
+        CodecChoice(
+            name=f"turboquant{bits}-prod",
+            key=f"turboquant{bits}.prod",
+            value=f"turboquant{bits}",
+            sink_tokens=16,
+            recent_tokens=64,
+        )
+        for bits in (4, 3, 2)
+    ),
     _same("turboquant3.5", 16, 64),
     _same("turboquant2.5", 16, 64),
     _same("loom4", 16, 64),
