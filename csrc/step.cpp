@@ -117,9 +117,24 @@ void Step::linear(const Linear& linear, const void* a, int rows, int together, F
 void Step::run(const StepInput& input) {
     if (input.tokens == 0) return;
     last_ = now();
+    plan(input);
     embed(input);
     for (const StepLayer& each_layer : layers_) layer(each_layer, input);
     logits(input);
+}
+
+void Step::plan(const StepInput& input) {
+    plans_.resize(input.batches.size());
+    std::vector<bool> made(plans_.size(), false);
+    for (const StepLayer& layer : layers_) {
+        if (made[layer.group]) continue;
+        KeyBounds keys;
+        keys.window = layer.window;
+        plans_[layer.group].make(*input.formats[layer.group], input.batches[layer.group], keys, layer.query_heads,
+                                 false, parallel_.num_threads());
+        made[layer.group] = true;
+    }
+    lap(Phase::attention);
 }
 
 void Step::embed(const StepInput& input) {
@@ -286,7 +301,7 @@ void Step::attention(const StepLayer& layer, const StepInput& input) {
     attention.softcap = layer.softcap;
     attention.sinks = layer.sinks;
     attention.keys.window = layer.window;
-    attend(kernels_, format, batch, attention, parallel_);
+    attend(kernels_, plans_[layer.group], batch.layer_offset, attention, parallel_);
     lap(Phase::attention);
 }
 

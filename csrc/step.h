@@ -76,6 +76,7 @@ private:
     struct Rows;
     enum class Phase { linear, attention, rest };
 
+    void plan(const StepInput& input);
     void embed(const StepInput& input);
     void layer(const StepLayer& layer, const StepInput& input);
     void attention(const StepLayer& layer, const StepInput& input);
@@ -100,6 +101,7 @@ private:
     DType embedding_dtype_ = DType::f32;
 
     std::vector<float> x_, qkv_, attended_, out_, packed_, gated_;
+    std::vector<AttentionPlan> plans_;  // per layer group, for the batch at hand
     std::vector<uint16_t> queries_;  // bf16, for kernels that multiply pairs
     Times times_;
     double last_ = 0;

@@ -1,4 +1,4 @@
-"""Native kernels; only ``kvloom.kernels.cpu`` calls them. Addresses and strides (in elements) are plain integers."""
+"""Native kernels, for ``kvloom.kernels`` and ``kvloom.models.native``. Addresses and strides are plain integers."""
 
 MIN_DIM: int
 MAX_DIM: int
@@ -101,3 +101,65 @@ class Kernels:
         max_lag: int,
         /,
     ) -> None: ...
+
+def panel_width(variant: str, /) -> int: ...
+def has_pair_products(variant: str, /) -> bool: ...
+def pack_weights(rows: int, dtype: int, outputs: int, inner: int, panel: int, to: int, /) -> None: ...
+
+class Linear:
+    def __init__(self, panels: int, dtype: int, outputs: int, inner: int, bias: int, /) -> None: ...
+
+class StepLayer:
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    query_heads: int
+    group: int
+    place: int
+    rope: int
+    window: int
+    scale: float
+    softcap: float
+    def __init__(self) -> None: ...
+    def set_input_norm(self, weight: int, /) -> None: ...
+    def set_q_norm(self, weight: int, /) -> None: ...
+    def set_k_norm(self, weight: int, /) -> None: ...
+    def set_attention_out_norm(self, weight: int, /) -> None: ...
+    def set_mlp_norm(self, weight: int, /) -> None: ...
+    def set_mlp_out_norm(self, weight: int, /) -> None: ...
+    def set_sinks(self, logits: int, /) -> None: ...
+
+class Step:
+    def __init__(
+        self,
+        variant: str,
+        num_threads: int,
+        gomp_parallel: int,
+        hidden: int,
+        intermediate: int,
+        vocab: int,
+        eps: float,
+        residual_scale: float,
+        activation: int,
+        pairs: bool,
+        /,
+    ) -> None: ...
+    def set_embedding(self, rows: int, dtype: int, /) -> None: ...
+    def set_embedding_scale(self, scale: float, /) -> None: ...
+    def set_head(self, head: Linear, norm: int, /) -> None: ...
+    def add_layer(self, layer: StepLayer, /) -> None: ...
+    def run(
+        self,
+        ids: int,
+        tokens: int,
+        ropes: list[tuple[int, int]],
+        rotary_channels: int,
+        formats: list[Format],
+        batches: list[Batch],
+        rows: int,
+        num_rows: int,
+        logits: int,
+        /,
+    ) -> None: ...
+    def take_times(self) -> dict[str, float]: ...

@@ -45,6 +45,10 @@ def _option(*names: str, help: str, panel: str, **more: Any) -> Any:
 Device = Annotated[str | None, _option("--device", help="cpu, cuda, … (cpu)", panel=ENGINE_PANEL)]
 Dtype = Annotated[str | None, _option("--dtype", help="auto, bfloat16, float16 or float32 (auto)", panel=ENGINE_PANEL)]
 Kernels = Annotated[str | None, _option("--kernels", help="auto, reference or cpu (auto)", panel=ENGINE_PANEL)]
+Step = Annotated[
+    str | None,
+    _option("--step", help="forward pass: auto, native or transformers (auto)", panel=ENGINE_PANEL),
+]
 MaxModelLen = Annotated[
     int | None, _option("--max-model-len", help="tokens per sequence (the model's own limit)", panel=ENGINE_PANEL)
 ]
@@ -169,6 +173,7 @@ def serve(
     device: Device = None,
     dtype: Dtype = None,
     kernels: Kernels = None,
+    step: Step = None,
     max_model_len: MaxModelLen = None,
     max_batch_tokens: MaxBatchTokens = None,
     max_sequences: MaxSequences = None,
@@ -202,6 +207,7 @@ def serve(
         "device": device,
         "dtype": dtype,
         "kernels": kernels,
+        "step": step,
         "max_model_len": max_model_len,
         "max_batch_tokens": max_batch_tokens,
         "max_sequences": max_sequences,
@@ -262,6 +268,7 @@ def generate(
     device: Device = None,
     dtype: Dtype = None,
     kernels: Kernels = None,
+    step: Step = None,
     max_model_len: MaxModelLen = None,
     max_batch_tokens: MaxBatchTokens = None,
     deterministic: Deterministic = None,
@@ -282,6 +289,7 @@ def generate(
         "device": device,
         "dtype": dtype,
         "kernels": kernels,
+        "step": step,
         "max_model_len": max_model_len,
         "max_batch_tokens": max_batch_tokens,
         "deterministic": deterministic,

@@ -18,6 +18,7 @@ from kvloom.core.sizes import check_block_size, parse_bytes
 
 KernelChoice = Literal["auto", "reference", "cpu"]
 KERNEL_CHOICES: tuple[str, ...] = ("auto", "reference", "cpu")
+STEP_CHOICES: tuple[str, ...] = ("auto", "native", "transformers")
 DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -43,6 +44,8 @@ class EngineConfig:
     """Everything that an engine is built from.
 
     ``kv_cache_memory`` is a size (``2GiB``), a fraction of free memory (``0.5``), or ``auto``.
+    ``step`` is what computes a forward pass: one native call for the model types that have one
+    (``native``), the model's own ``transformers`` code, or ``auto``: native where it exists.
     ``max_model_len`` None takes the model's own limit. ``watermark`` is the share of the cache that
     admission leaves free while other sequences run. ``max_waiting`` bounds the queue.
     """
@@ -51,6 +54,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "auto"
     kernels: str = "auto"
+    step: str = "auto"
     kv_cache_memory: str = "auto"
     max_model_len: int | None = None
     max_batch_tokens: int = 512
@@ -69,6 +73,10 @@ class EngineConfig:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.kernels not in KERNEL_CHOICES:
             raise ConfigError(f"kernels is {self.kernels!r}; it must be one of {', '.join(KERNEL_CHOICES)}")
+        if self.step not in STEP_CHOICES:
+            raise ConfigError(f"step is {self.step!r}; it must be one of {', '.join(STEP_CHOICES)}")
+        if self.step == "native" and self.kernels == "reference":
+            raise ConfigError("step is 'native' but kernels is 'reference'; a native step needs --kernels cpu or auto")
         for name in ("max_batch_tokens", "max_sequences", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")

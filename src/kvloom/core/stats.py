@@ -86,6 +86,8 @@ class EngineInfo:
     dtype: str = "bfloat16"
     kernels: str = "reference"
     kernel_variant: str = ""
+    step: str = "transformers"  # what computes a forward pass, and why not natively
+    weight_bytes: int = 0  # that every step reads; 0 where unknown
     block_size: int = 32
     pipeline: str = "accuracy"
     deterministic: bool = False

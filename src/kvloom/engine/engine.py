@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,19 +25,21 @@ from kvloom.cache.arena import allocate_arena, free_device_bytes, poison
 from kvloom.cache.keys import namespace_digest
 from kvloom.cache.manager import CacheManager
 from kvloom.core.config import EngineConfig, cache_bytes
-from kvloom.core.errors import CapacityError, ContextLengthError, EngineError, QueueFullError, RequestError
+from kvloom.core.errors import CapacityError, ConfigError, ContextLengthError, EngineError, QueueFullError, RequestError
 from kvloom.core.messages import EngineRequest, FinishReason, SequenceOutput, SequenceUsage, TokenLogprob
 from kvloom.core.sequence import Sequence, SequenceStatus
 from kvloom.core.sizes import MemoryPlan, plan_memory
 from kvloom.core.stats import EngineInfo, EngineSnapshot
 from kvloom.engine.draw import sequence_seed
 from kvloom.engine.logprobs import prompt_logprobs
-from kvloom.engine.noise import measure_noise
+from kvloom.engine.noise import SAFETY, measure_noise
 from kvloom.engine.runner import ModelRunner
 from kvloom.engine.sampler import SamplingBatch, SamplingRow, sample
 from kvloom.engine.scheduler import Chunk, Scheduler
-from kvloom.kernels.ops import choose_backend
-from kvloom.models.loader import LoadedModel, load_model
+from kvloom.kernels.ops import KernelBackend, choose_backend
+from kvloom.models.loader import LoadedModel, auto_dtype, load_model
+from kvloom.models.native.build import NativeStep, build_native_step
+from kvloom.models.native.model import NativeModel
 
 if TYPE_CHECKING:
     from kvloom.engine.grammar import GrammarCompiler, GrammarState
@@ -90,6 +92,8 @@ class Engine:
             deterministic=config.deterministic,
             num_threads=torch.get_num_threads(),
         )
+        self.step_name, self._native_difference = self._choose_step(backend)
+        model = self.loaded
         self.plan = self._plan_memory()
         arena = allocate_arena(self.plan.arena_bytes, self.device)
         self.store = KVStore(
@@ -113,13 +117,15 @@ class Engine:
             max_sequences=config.max_sequences,
             watermark=config.watermark,
         )
-        self.rounding_noise = measure_noise(
+        noise = measure_noise(
             self.runner,
             self.manager,
             vocab_size=model.vocab_size,
             max_tokens=min(self.max_model_len, config.max_batch_tokens),
             deterministic=config.deterministic,
         )
+        # A native step rounds alike in every batch, but not as transformers does.
+        self.rounding_noise = noise if config.deterministic else max(noise, SAFETY * self._native_difference)
         self.info = self._make_info()
         self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
@@ -139,6 +145,28 @@ class Engine:
         self.left_queue = 0  # requests that started, or ended without starting; only grows
 
     # -- building -----------------------------------------------------------------------------------
+
+    def _choose_step(self, backend: KernelBackend) -> tuple[str, float]:
+        """Put a native step in the model's place where there is one; its name, and its distance from transformers.
+
+        Raises:
+            ConfigError: a native step was asked for and there is none.
+        """
+        config, loaded = self.config, self.loaded
+        if config.step == "transformers":
+            return "transformers", 0.0
+        if isinstance(loaded.model, NativeModel):
+            return "native", 0.0
+        found = build_native_step(loaded.model, loaded.model_type, loaded.layout, backend)
+        if isinstance(found, NativeStep):
+            self.loaded = replace(loaded, model=found.model)
+            return "native", found.difference
+        if config.step == "native":
+            raise ConfigError(f"step is 'native', but {found}; use --step auto or transformers")
+        dtype = next(loaded.model.parameters()).dtype
+        if config.dtype == "auto" and auto_dtype(str(dtype).removeprefix("torch."), self.device) == "float32":
+            loaded.model.float()  # it was loaded for a native step, in a dtype that torch multiplies slowly here
+        return f"transformers ({found})", 0.0
 
     def _resolve_max_model_len(self) -> int:
         own = self.loaded.max_model_len
@@ -189,6 +217,7 @@ class Engine:
                 "groups": [[g.name, list(g.layers), g.num_heads, g.window] for g in model.layout.groups],
                 "pipeline": repr(self.config.pipeline),
                 "deterministic": self.config.deterministic,
+                "step": self.step_name,
                 "shard": [0, 1],
             }
         )
@@ -210,6 +239,8 @@ class Engine:
             dtype=str(next(model.model.parameters()).dtype).removeprefix("torch."),
             kernels=store.backend.name,
             kernel_variant=store.backend.variant,
+            step=self.step_name,
+            weight_bytes=model.model.weight_bytes if isinstance(model.model, NativeModel) else 0,
             block_size=plan.block_size,
             pipeline=self.config.pipeline.name,
             deterministic=self.config.deterministic,

@@ -3,10 +3,11 @@
 Token values live in the sequences' buffers, which only this file reads during a step; the
 scheduler plans from counts.
 
-In deterministic mode every forward pass has exactly ``TILE`` rows (padded; more rows, more passes),
-so that each matrix product has the same shape whatever the batch holds. A row's result then
-depends on its own token and keys only, as far as a product of fixed shape treats all its rows
-alike; ``noise.py`` checks that at load, bit by bit, and refuses to start where it does not hold.
+In deterministic mode every forward pass through transformers' code has exactly ``TILE`` rows
+(padded; more rows, more passes), so that each matrix product has the same shape whatever the batch
+holds. A row's result then depends on its own token and keys only, as far as a product of fixed shape
+treats all its rows alike; ``noise.py`` checks that at load, bit by bit, and refuses to start where it
+does not hold. A native step has that property in any shape.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class ModelRunner:
         self._model = model
         self._store = store
         self._device = store.arena.device
-        self._deterministic = deterministic
+        # Where a row's result depends on its own token and keys only, tiles would change nothing.
+        self._tiles = deterministic and not getattr(model, "batch_invariant", False)
 
     @torch.inference_mode()
     def forward(self, chunks: Seq[Chunk], rows: np.ndarray) -> torch.Tensor:
@@ -47,7 +49,7 @@ class ModelRunner:
         firsts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
         ids = np.concatenate([chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks]).astype(np.int64)
         tables = self._tables(chunks)
-        if not self._deterministic:
+        if not self._tiles:
             queries = QueryBatch.build(counts, firsts, self._device)
             return self._call(ids, queries.positions, queries, tables, torch.from_numpy(rows).to(self._device))
         return self._forward_tiles(ids, counts, firsts, tables, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,11 @@ from kvloom.models.checkpoint import Checkpoint, read_checkpoint
 from kvloom.models.digest import tokenizer_digest, weights_digest
 from kvloom.models.families import FAMILIES, find_family
 from kvloom.models.families.base import ModelFamily
+from kvloom.models.native.shapes import unrecognised
 from kvloom.models.rope import rope_digest
 from kvloom.models.seam import check_calls, check_masks
 from kvloom.models.sources import ModelSource, resolve_model
+from kvloom.models.upcast import in_float32
 
 GENERATION_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
@@ -79,15 +82,20 @@ def load_checkpoint(source: ModelSource, config: EngineConfig, device: torch.dev
         raise UnsupportedModelError(f"{source.name} (model type {model_type!r}) cannot be served: {reason}")
     layout = group_layers(family.layers(hf_config))
     tokenizer = _read_tokenizer(checkpoint)
-    dtype = auto_dtype(checkpoint.stored_dtype(), device) if config.dtype == "auto" else config.dtype
+    native = native_step_expected(model_type, hf_config, config, device)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = checkpoint.stored_dtype() if native else auto_dtype(checkpoint.stored_dtype(), device)
     model = _read_model(checkpoint, family, hf_config, getattr(torch, dtype), device)
     max_model_len = family.max_length(hf_config)
     family.prepare(model, config.max_model_len or max_model_len)
 
     query_heads = tuple(family.query_heads(hf_config))
-    vocab_size = check_calls(model, layout, query_heads)
     warnings = []
-    unchecked = check_masks(model, layout, hf_config)
+    # A model that will run natively may be in a dtype which torch multiplies slowly here.
+    with in_float32(model) if native else nullcontext():
+        vocab_size = check_calls(model, layout, query_heads)
+        unchecked = check_masks(model, layout, hf_config)
     verified = model_type in FAMILIES
     if not verified:
         guess = "; ".join(
@@ -160,6 +168,16 @@ def auto_dtype(stored: str, device: torch.device) -> str:
         "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     return stored if supported[stored]() else "float32"
+
+
+def native_step_expected(model_type: str, hf_config: Any, config: EngineConfig, device: torch.device) -> bool:
+    """Whether the engine will try a native step for this model."""
+    return (
+        config.step != "transformers"
+        and config.kernels != "reference"
+        and device.type == "cpu"
+        and unrecognised(model_type, hf_config) is None
+    )
 
 
 def check_vocabulary(source: ModelSource, tokenizer: Any, vocab_size: int) -> list[str]:

@@ -115,6 +115,10 @@ class NativeModel(nn.Module):
         """Bytes of weights that a step reads: every packed matrix once (an embedding row per token comes on top)."""
         return sum(linear.num_bytes for layer in self._packed for linear in layer)
 
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab
+
     def set_embedding_scale(self, scale: float) -> None:
         self._step.set_embedding_scale(scale)
 
@@ -196,7 +200,7 @@ class NativeModel(nn.Module):
             parts = (attention.q_proj, attention.k_proj, attention.v_proj)
             biases = [part.bias for part in parts]
             if any(bias is None for bias in biases) != all(bias is None for bias in biases):
-                biases = [part.weight.new_zeros(part.weight.shape[0]) if part.bias is None else part.bias for part in parts]
+                biases = [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
             bias = None if biases[0] is None else torch.cat(biases)
             qkv = pack_linear(torch.cat([part.weight for part in parts]), bias, variant)
         if hasattr(mlp, "gate_up_proj"):
@@ -265,7 +269,7 @@ class NativeModel(nn.Module):
         native.place = place
         if getattr(attention, "use_rope", True):
             kinds = getattr(config, "layer_types", None)
-            native.rope = 0 if self._rope_types == [None] else self._rope_types.index(kinds[index])
+            native.rope = 0 if kinds is None or self._rope_types == [None] else self._rope_types.index(kinds[index])
         native.window = -1 if spec.window is None else spec.window
         native.scale = float(attention.scaling)
         native.softcap = float(getattr(attention, "attn_logit_softcapping", None) or 0.0)
