@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from kvloom.codecs import make_codec
 from kvloom.codecs.calibration import Calibration
 from kvloom.codecs.kvarn import balance
 from kvloom.codecs.turboquant_split import TurboQuantSplit
 
-from .world import HEADS, LAYER, codec_of, gaussian
+from .world import HEADS, LAYER, calibration, codec_of, gaussian
 
 
 def error(name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -34,13 +35,13 @@ def test_a_loud_token_does_not_drown_the_others() -> None:
 
 
 def test_wide_channels_are_those_with_most_energy() -> None:
-    codec = codec_of("turboquant2.5", 64, 32)
+    codec = make_codec("turboquant2.5", "k", 64, 32, calibration(64))
     assert isinstance(codec, TurboQuantSplit)
     order = codec.channel_order(LAYER, HEADS)
     assert torch.equal(order.sort(dim=-1).values, torch.arange(64).expand(HEADS, 64))
     square = torch.ones(HEADS, 64)
     square[:, [3, 50]] = 9.0
     tensors = {f"key_square.{LAYER}": square, f"key_mean.{LAYER}": torch.zeros(HEADS, 64)}
-    codec.calibration = Calibration(tensors, weights_digest="")  # type: ignore[misc]
+    codec.calibration = Calibration(tensors, weights_digest="")
     first = codec.channel_order(LAYER, HEADS)[:, :16]
     assert bool((first == 3).any(dim=1).all()) and bool((first == 50).any(dim=1).all())

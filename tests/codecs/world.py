@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kvloom.codecs import CODECS, make_codec
@@ -20,11 +22,13 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@functools.cache
 def rope_table(dim: int) -> RopeTable:
     frequencies = 10_000.0 ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     return RopeTable.from_frequencies(frequencies, POSITIONS)
 
 
+@functools.cache
 def calibration(dim: int, heads: int = HEADS) -> Calibration:
     """From 512 tokens of keys with a mean and of plain values."""
     raw = gaussian(512, heads, dim, seed=1) + 0.3 * gaussian(heads, dim, seed=2)
@@ -34,18 +38,13 @@ def calibration(dim: int, heads: int = HEADS) -> Calibration:
     return calibrate({LAYER: sample}, weights_digest="0" * 64)
 
 
-_MADE: dict[tuple[str, int, int], PlaneCodec] = {}
-
-
 def plane_of(name: str) -> str:
     return "v" if name.endswith(".value") else "k"
 
 
+@functools.cache
 def codec_of(name: str, dim: int, block_size: int) -> PlaneCodec:
-    key = (name, dim, block_size)
-    if key not in _MADE:
-        _MADE[key] = make_codec(name, plane_of(name), dim, block_size, calibration(dim), rope_table(dim))
-    return _MADE[key]
+    return make_codec(name, plane_of(name), dim, block_size, calibration(dim), rope_table(dim))
 
 
 def rows_of(count: int, dim: int, block_size: int, seed: int = 5) -> torch.Tensor:

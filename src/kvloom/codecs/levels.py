@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from kvloom.codecs.numbers import tree_sum
+
 BINS = 4096
 SWEEPS = 200
 
@@ -40,6 +42,15 @@ def nearest(values: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
 
 def matched_levels(values: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """``levels`` moved and stretched so that decoded values have the mean and deviation of ``values`` (Q-Norm)."""
-    decoded = levels[nearest(values, levels)]
-    stretch = values.std() / decoded.std().clamp_min(1e-12)
-    return (levels - decoded.mean()) * stretch + values.mean()
+    values = values.double().flatten()
+    decoded = levels.double()[nearest(values, levels.double())]
+    mean, deviation = _mean_and_deviation(values)
+    decoded_mean, decoded_deviation = _mean_and_deviation(decoded)
+    stretched = (levels.double() - decoded_mean) * (deviation / decoded_deviation.clamp_min(1e-12)) + mean
+    return stretched.float()
+
+
+def _mean_and_deviation(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of float64 [n], summed in a fixed order."""
+    mean = tree_sum(x) / len(x)
+    return mean, torch.sqrt(tree_sum((x - mean).square()) / len(x))
