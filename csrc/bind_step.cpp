@@ -19,11 +19,12 @@ auto pointer(T StepLayer::*member) {
     return [member](StepLayer& layer, uintptr_t value) { layer.*member = address<const float>(value); };
 }
 
-void step_run(Step& step, uintptr_t ids, int tokens, const std::vector<std::pair<uintptr_t, uintptr_t>>& ropes,
+void step_run(Step& step, uintptr_t ids, uintptr_t positions, int tokens, const std::vector<std::pair<uintptr_t, uintptr_t>>& ropes,
               int rotary_channels, const std::vector<const Format*>& formats, const std::vector<const Batch*>& batches,
               uintptr_t rows, int num_rows, uintptr_t logits) {
     StepInput input{};
     input.ids = address<const int64_t>(ids);
+    input.positions = address<const int64_t>(positions);
     input.tokens = tokens;
     for (const auto& [cosines, sines] : ropes) {
         input.ropes.emplace_back(address<const float>(cosines), address<const float>(sines));

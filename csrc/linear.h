@@ -16,12 +16,16 @@ template <class T>
 void linear_panel(const LinearArgs& args) {
     constexpr ptrdiff_t item = sizeof(typename T::B);
     const unsigned char* weights = args.weights;
-    for (int done = 0, chunk = 0; done < args.inner; done += kChunk, ++chunk) {
-        const int inner = args.inner - done < kChunk ? args.inner - done : kChunk;
-        const unsigned char* after = weights + inner * kPanel * item;
-        const unsigned char* const blocks[] = {weights, done + inner < args.inner ? after : args.next};
+    // Channels of a panel that are multiplied with all rows before the next ones: this piece, the next one on
+    // its way from memory, and the rows share the first-level cache.
+    constexpr int kPiece = 64;
+    for (int done = 0; done < args.inner; done += kPiece) {
+        const int inner = args.inner - done < kPiece ? args.inner - done : kPiece;
+        // Panels follow each other in memory, so what comes next is the next panel's beginning at the latest;
+        // beyond the last panel a prefetch does no harm.
+        const unsigned char* const blocks[] = {weights, weights + kPiece * kPanel * item};
         Operands o;
-        o.a = static_cast<const typename T::A*>(args.a) + chunk * args.chunk_stride;
+        o.a = static_cast<const typename T::A*>(args.a) + done / kChunk * args.chunk_stride + done % kChunk;
         o.block = blocks;
         o.blocks = 1;
         o.b_offset = 0;
@@ -32,7 +36,7 @@ void linear_panel(const LinearArgs& args) {
         o.accumulate = done > 0;
         o.prefetch = true;
         product<T>(args.rows, kPanel, o);
-        weights = after;
+        weights += inner * kPanel * item;
     }
 }
 

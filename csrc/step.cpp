@@ -13,7 +13,9 @@ namespace {
 
 // Rows that one reading of a panel serves: their activations stay in the second-level cache.
 constexpr int kRowBlock = 128;
-constexpr int kSmallRows = 4;  // up to here a row's work between products is not worth waking threads
+constexpr int kSmallRows = 16;  // up to here the rows' work between products is not worth waking threads
+// Panels that a thread reads in a row, at most, and how many runs each thread should find.
+constexpr int kMostPanels = 8, kRunsPerThread = 6;
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -85,31 +87,34 @@ void Step::linear(const Linear& linear, const void* a, int rows, int together, F
     const int width = panel * together;
     const int64_t panel_bytes = linear.panel_bytes(panel);
     const ptrdiff_t item = dot_ ? 2 : 4;
-    each(groups * row_blocks, true, [&](int index) {
+    // Panels follow each other in memory: a thread takes a run of them, and enough runs are left to share.
+    const int run = std::max(1, std::min(kMostPanels, groups / (parallel_.num_threads() * kRunsPerThread)));
+    const int runs = (groups + run - 1) / run;
+    each(runs * row_blocks, true, [&](int index) {
         static thread_local std::vector<float> memory;
-        const int block = index / groups, group = index % groups;
-        const int first = block * kRowBlock, count = std::min(kRowBlock, rows - first);
+        const int first = index / runs * kRowBlock, count = std::min(kRowBlock, rows - first);
         float* tile = grow(memory, static_cast<size_t>(kRowBlock) * width);
-        for (int p = 0; p < together; ++p) {
-            LinearArgs args;
-            args.a = static_cast<const unsigned char*>(a) + static_cast<ptrdiff_t>(first) * kLda * item;
-            args.chunk_stride = static_cast<ptrdiff_t>(rows) * kLda;
-            args.rows = count;
-            args.inner = linear.inner;
-            args.weights = linear.panels + (static_cast<int64_t>(group) * together + p) * panel_bytes;
-            // Threads take panels in turn, so what is read next is rarely the panel behind; only within the group.
-            args.next = p + 1 < together ? args.weights + panel_bytes : nullptr;
-            args.dtype = linear.dtype;
-            args.c = tile + p * panel;
-            args.c_stride = width;
-            kernels_.linear(args, dot_ && linear.dtype == DType::bf16);
-        }
-        if (linear.bias != nullptr) {
-            for (int r = 0; r < count; ++r) {
-                for (int c = 0; c < width; ++c) tile[r * width + c] += linear.bias[group * width + c];
+        const int begin = index % runs * run, end = std::min(groups, begin + run);
+        for (int group = begin; group < end; ++group) {
+            for (int p = 0; p < together; ++p) {
+                LinearArgs args;
+                args.a = static_cast<const unsigned char*>(a) + static_cast<ptrdiff_t>(first) * kLda * item;
+                args.chunk_stride = static_cast<ptrdiff_t>(rows) * kLda;
+                args.rows = count;
+                args.inner = linear.inner;
+                args.weights = linear.panels + (static_cast<int64_t>(group) * together + p) * panel_bytes;
+                args.dtype = linear.dtype;
+                args.c = tile + p * panel;
+                args.c_stride = width;
+                kernels_.linear(args, dot_ && linear.dtype == DType::bf16);
             }
+            if (linear.bias != nullptr) {
+                for (int r = 0; r < count; ++r) {
+                    for (int c = 0; c < width; ++c) tile[r * width + c] += linear.bias[group * width + c];
+                }
+            }
+            finish(group * together, first, count, tile);
         }
-        finish(group * together, first, count, tile);
     });
     lap(Phase::linear);
 }
@@ -271,7 +276,7 @@ void Step::attention(const StepLayer& layer, const StepInput& input) {
             const float* norm = head < layer.query_heads ? layer.q_norm : layer.k_norm;
             if (norm != nullptr) kernels_.rms_norm(at, norm, format.k_dim, shape_.eps, at);
             if (layer.rope >= 0) {
-                const ptrdiff_t angles = static_cast<ptrdiff_t>(t) * input.rotary_channels;
+                const ptrdiff_t angles = input.positions[t] * input.rotary_channels;
                 const auto& [cosines, sines] = input.ropes[layer.rope];
                 kernels_.rotate(at, cosines + angles, sines + angles, input.rotary_channels / 2);
             }

@@ -44,7 +44,8 @@ struct StepShape {
 struct StepInput {
     const int64_t* ids;
     int tokens;
-    // Per table: [tokens, rotary channels] cosines and sines.
+    const int64_t* positions;
+    // Per table: [positions, rotary channels] cosines and sines.
     std::vector<std::pair<const float*, const float*>> ropes;
     int rotary_channels;
     std::vector<const Format*> formats;  // per layer group

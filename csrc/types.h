@@ -97,7 +97,6 @@ struct LinearArgs {
     ptrdiff_t chunk_stride;   // elements from one chunk to the next
     int rows, inner;
     const unsigned char* weights;
-    const unsigned char* next;  // panel to prefetch, or null
     DType dtype;
     float* c;  // [rows][c_stride]
     ptrdiff_t c_stride;

@@ -152,6 +152,7 @@ class Step:
     def run(
         self,
         ids: int,
+        positions: int,
         tokens: int,
         ropes: list[tuple[int, int]],
         rotary_channels: int,

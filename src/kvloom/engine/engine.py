@@ -508,11 +508,13 @@ class Engine:
             )
             for sequence, _ in drawn
         ]
-        picked = torch.tensor([row for _, row in drawn], device=logits.device)
+        picked = [row for _, row in drawn]
+        if picked != list(range(len(logits))):  # usually every row is wanted once: no copy
+            logits = logits[torch.tensor(picked, device=logits.device)]
         batch = SamplingBatch.build(
             rows, logits.shape[-1], logits.device, eos_token_ids=tuple(self.loaded.eos_token_ids)
         )
-        result = sample(logits[picked], batch, self._grammar_mask([sequence for sequence, _ in drawn], logits))
+        result = sample(logits, batch, self._grammar_mask([sequence for sequence, _ in drawn], logits))
         token_ids = result.token_ids.tolist()
         failures = result.errors() if -1 in token_ids else {}
         logprobs = result.logprobs() if any(s.params.logprobs is not None for s, _ in drawn) else [None] * len(drawn)

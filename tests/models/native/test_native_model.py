@@ -34,9 +34,11 @@ def native_of(model: Any, model_type: str, layout: KVLayout, backend: CpuBackend
 @pytest.mark.parametrize("model_type", [name for name in SHAPES if name not in configs.WRAPPED])
 def test_logits_equal_eager(model_type: str) -> None:
     backend = CpuBackend(num_threads=1)
-    eager = configs.build(model_type)
+    eager, model = configs.build(model_type), configs.build(model_type)
+    for prepared in (eager, model):
+        find_family(model_type, allow_unverified=False).prepare(prepared, 200)
     layout = layout_of(eager.config)
-    native = native_of(configs.build(model_type), model_type, layout, backend)
+    native = native_of(model, model_type, layout, backend)
     check_parity(native, eager, layout, backend=backend, tolerance=TIGHT)
     assert not backend.fallbacks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,6 +15,8 @@ from kvloom.core.layout import KVLayout
 from kvloom.kernels.cpu import CpuBackend
 from kvloom.kernels.packing import DTYPE_CODES, PackedLinear, pack_gated, pack_linear
 from kvloom.models.native.shapes import ACTIVATIONS, SHAPES, Shape, activation_of, unrecognised
+
+_FIRST_POSITIONS = 512
 
 
 class NoNativeStepError(Exception):
@@ -70,6 +73,7 @@ class NativeModel(nn.Module):
         self._shape = SHAPES[model_type]
         body = model.model
         self._rotary = body.rotary_emb
+        self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []
         layers = list(body.layers)
         self._rope_types = self._find_rope_types(config)
         self._packed = [self._pack_layer(layer) for layer in layers]
@@ -152,18 +156,22 @@ class NativeModel(nn.Module):
             raise ValueError("the native step has the paged cache only, and takes no padding")
         store, backend = kv.store, self._backend
         ids, rows = input_ids[0].contiguous(), logits_to_keep.contiguous()
-        angles = [self._angles(kind, position_ids) for kind in self._rope_types]
+        positions = position_ids[0].contiguous()
+        queries = kv.queries
+        ends = queries.first_position_host + np.diff(queries.query_start_host)
+        self._cover(int(ends.max(initial=0)))
         formats, batches = [], []
         for group, fmt in enumerate(store.formats):
             place = next(place for place in self._places if place.group == group)
             formats.append(backend.native_format(fmt, place.query_heads))
-            batches.append(backend.native_batch(store.arena, kv.tables[group], kv.queries))
+            batches.append(backend.native_batch(store.arena, kv.tables[group], queries))
         logits = torch.empty(len(rows), self._vocab, dtype=torch.float32)
         self._step.run(
             ids.data_ptr(),
+            positions.data_ptr(),
             len(ids),
-            [(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in angles],
-            int(angles[0][0].shape[-1]) if angles else 0,
+            [(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in self._angles],
+            self._angles[0][0].shape[-1],
             formats,
             batches,
             rows.data_ptr(),
@@ -182,10 +190,18 @@ class NativeModel(nn.Module):
         self._kept.append(tensor)
         return tensor
 
-    def _angles(self, kind: str | None, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cover(self, length: int) -> None:
+        """Have cosines and sines of positions 0 … length - 1, by the model's own module."""
+        if self._angles and len(self._angles[0][0]) >= length:
+            return
+        # Twice as many at least, so that long answers do not compute them anew every step.
+        have = len(self._angles[0][0]) if self._angles else _FIRST_POSITIONS
+        positions = torch.arange(max(length, 2 * have)).unsqueeze(0)
         like = torch.empty(0, dtype=torch.float32)
-        cosines, sines = self._rotary(like, positions) if kind is None else self._rotary(like, positions, kind)
-        return cosines[0].contiguous(), sines[0].contiguous()
+        self._angles = []
+        for kind in self._rope_types:
+            cosines, sines = self._rotary(like, positions) if kind is None else self._rotary(like, positions, kind)
+            self._angles.append((cosines[0].contiguous(), sines[0].contiguous()))
 
     def _find_rope_types(self, config: Any) -> list[str | None]:
         """Keys of the model's tables of angles: one per layer type (Gemma 3), or a single None."""
