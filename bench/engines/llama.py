@@ -31,7 +31,9 @@ class Llama:
         self.threads: int = options["threads"]
         self.steps: int = options["steps"]
         self.cache_type: str = options["llama_cache_type"]
-        self.model = self._f16(directory / "llama-quantize", options["gguf"], Path(options["f16"]))
+        if options["gguf"] is None:
+            raise ValueError("the model comes from no GGUF file; give one in F16 with --llama-gguf")
+        self.model: str = options["gguf"]
         said = self._run([str(self.bench), "--version"])
         version = re.search(r"version: (\S+)", said)
         return {
@@ -64,24 +66,9 @@ class Llama:
         pass
 
     def _measure(self, flags: list[str]) -> dict[str, float]:
-        command = [str(self.bench), "-m", str(self.model), "-t", str(self.threads), "-tb", str(self.threads)]
+        command = [str(self.bench), "-m", self.model, "-t", str(self.threads), "-tb", str(self.threads)]
         command += ["-b", "2048", "-ub", "512", "-fa", "on", "-ctk", self.cache_type, "-ctv", self.cache_type]
         return parse_result(self._run([*command, *flags, "--output-format", "jsonl"]))
-
-    def _f16(self, quantize: Path, gguf: str | None, target: Path) -> Path:
-        """The model as an F16 GGUF, made once."""
-        if target.exists():
-            return target
-        if gguf is None:
-            raise ValueError("the model has no GGUF file; give one in F16 with --llama-gguf")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_suffix(f".{os.getpid()}.partial")
-        try:
-            self._run([str(quantize), "--allow-requantize", gguf, str(partial), "F16"])
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
-        return target
 
     def _run(self, command: list[str]) -> str:
         done = subprocess.run(

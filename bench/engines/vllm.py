@@ -23,11 +23,15 @@ class VLLM:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options["processors"]))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, whose processor time is watched
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        torch: Any = importlib.import_module("torch")
+        # Without matrix instructions for it, bf16 products run element by element.
+        fast = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+        dtype = options["vllm_dtype"] or fast
         vllm: Any = importlib.import_module("vllm")  # reads the environment when it is imported
         self.vllm = vllm
         self.llm = vllm.LLM(
             model=options["directory"],
-            dtype="bfloat16",
+            dtype=dtype,
             enable_prefix_caching=True,
             max_model_len=options["max_model_len"],
             max_num_seqs=options["max_sequences"],
@@ -36,7 +40,7 @@ class VLLM:
         )
         self.steps: int = options["steps"]
         self.vocab_size: int = options["vocab_size"]
-        return {"version": vllm.__version__, "dtype": "bfloat16", "cache_element_bytes": 2}
+        return {"version": vllm.__version__, "dtype": dtype, "cache_element_bytes": 4 if dtype == "float32" else 2}
 
     def prepare(self, cell: Cell) -> None:
         self.cell = cell
