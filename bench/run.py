@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,115 +24,15 @@ from bench.bound import Machine
 from bench.cells import Cell, parse_cells
 from bench.engines.llama import CACHE_TYPES
 from bench.model import Subject, find_model
-from bench.protocol import ROOT, Worker, WorkerError
+from bench.options import llama_options, load_options, new_tokens
+from bench.protocol import ROOT
 from bench.report import show
 from bench.summary import compare, summarise
+from bench.turns import Engines, Rounds, log
 
 ENGINES = ("ours", "transformers", "vllm", "llama")
-MODULES = {"transformers": "hf"}
 PREFILL_ROUNDS = 3  # a round computes everything anew; they are long and differ little
 IDLE_SHARE = 0.05  # of a processor, while another engine computes
-Rounds = list[dict[str, Any]]
-
-
-def log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-class Engines:
-    """The workers, and why some are not there."""
-
-    def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
-        self.arguments = arguments
-        self.directory = directory
-        self.info: dict[str, dict[str, Any]] = {}
-        self.idle_share = 0.0  # the most that engines took together while it was another's turn
-        self._workers: dict[str, Worker] = {}
-
-    def start(self, name: str, options: dict[str, Any]) -> None:
-        """Start and load an engine; a failure is its ``not_run``."""
-        log(f"loading {name}")
-        try:
-            worker = self._workers[name] = Worker(
-                name,
-                [self._python(name), "-m", f"bench.engines.{MODULES.get(name, name)}"],
-                threads=self.arguments.threads,
-                log=self.directory / f"{name}.log",
-                timeout=self.arguments.timeout,
-            )
-            self.info[name] = worker.ask("load", options=options)
-        except WorkerError as error:
-            log(f"{name} is not run: {error}")
-            self.info[name] = {"not_run": str(error)}
-            self.stop(name)
-
-    def stop(self, name: str) -> None:
-        worker = self._workers.pop(name, None)
-        if worker is not None:
-            worker.close()
-
-    def stop_all(self) -> None:
-        for name in list(self._workers):
-            self.stop(name)
-
-    def _python(self, name: str) -> str:
-        if name == "vllm":
-            if self.arguments.vllm_python is None:
-                raise WorkerError("give the Python of its environment with --vllm-python")
-            return str(self.arguments.vllm_python)
-        if name == "llama" and self.arguments.llama_bin is None:
-            raise WorkerError("give the directory of its programs with --llama-bin")
-        return sys.executable
-
-    def ask(self, name: str, do: str, **arguments: Any) -> Any:
-        """Give one engine its turn, watching that the others rest meanwhile."""
-        others = [worker for other, worker in self._workers.items() if other != name]
-        before = [worker.cpu_seconds() for worker in others]
-        start = time.monotonic()
-        result = self._workers[name].ask(do, **arguments)
-        elapsed = time.monotonic() - start
-        if do == "round" and elapsed > 1.0:  # processor time is counted in hundredths
-            taken = sum(worker.cpu_seconds() - was for worker, was in zip(others, before, strict=True))
-            self.idle_share = max(self.idle_share, taken / elapsed)
-        return result
-
-    def run_cell(self, cell: Cell, names: Sequence[str], rounds: int) -> dict[str, Rounds | str]:
-        """Rounds of each engine in turn, or the reason for there being none."""
-        found: dict[str, Rounds | str] = {}
-        ready: list[str] = []
-        for name in names:
-            if "not_run" in self.info[name]:
-                found[name] = self.info[name]["not_run"]
-                continue
-            found[name] = []
-            self._attempt(name, ready, found, "prepare", cell=vars(cell))
-        for number in range(rounds):
-            turn = ready[number % len(ready) :] + ready[: number % len(ready)] if ready else []
-            for name in turn:  # whoever came first comes last, so that none is always behind the same other
-                self._attempt(name, ready, found, "round", number=number)
-        for name in list(ready):
-            self._attempt(name, ready, found, "release")
-        return found
-
-    def _attempt(self, name: str, ready: list[str], found: dict[str, Rounds | str], do: str, **arguments: Any) -> None:
-        try:
-            result = self.ask(name, do, **arguments)
-        except WorkerError as error:
-            log(f"  {name}: {error}")
-            found[name] = str(error)
-            if name in ready:
-                ready.remove(name)
-            if not self._workers[name].alive:
-                self.info[name]["not_run"] = str(error)
-                self.stop(name)
-            return
-        rounds = found[name]
-        if do == "prepare":
-            ready.append(name)
-        elif do == "round" and isinstance(rounds, list):
-            rounds.append(result)
-            each = result["seconds"] / result["units"]
-            log(f"  round {arguments['number'] + 1}: {name:12} {each * 1e3:.2f} ms each of {result['units']}")
 
 
 def measure_machine(threads: int) -> dict[str, Any]:
@@ -147,61 +46,6 @@ def measure_machine(threads: int) -> dict[str, Any]:
     )
     result: dict[str, Any] = json.loads(done.stdout)
     return result
-
-
-def load_options(arguments: argparse.Namespace, subject: Subject, cells: Sequence[Cell]) -> dict[str, Any]:
-    """What engines need to know to hold the largest of ``cells``."""
-    new = max(new_tokens(arguments, cell) for cell in cells)
-    tokens = max(cell.sequences * (cell.context + new) for cell in cells)
-    return {
-        "model": arguments.model,
-        "directory": str(subject.directory),
-        "vocab_size": subject.vocab_size,
-        "elements": subject.cost.elements,
-        "max_model_len": max(cell.context for cell in cells) + new,
-        "max_sequences": max(cell.sequences for cell in cells),
-        # fp32 at most, with room for half-filled blocks and for what earlier rounds left cached.
-        "cache_bytes": int(1.25 * tokens * subject.cost.elements * 4) + (256 << 20),
-        "steps": arguments.steps,
-        "answer_tokens": arguments.answer_tokens,
-        "threads": arguments.threads,
-        "processors": sorted(os.sched_getaffinity(0))[: arguments.threads],
-        "settings": dict(arguments.settings),
-        "vllm_dtype": arguments.vllm_dtype,
-    }
-
-
-def new_tokens(arguments: argparse.Namespace, cell: Cell) -> int:
-    """Positions beyond the prompt: in decode also for those that start while others' prompts are finished."""
-    if cell.phase == "decode":
-        return int(arguments.steps) + 1 + cell.sequences
-    return 1 if cell.phase == "prefill" else int(arguments.answer_tokens)
-
-
-def llama_options(arguments: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    """What llama.cpp needs: its programs, and the model in F16, made once and kept in the cache directory."""
-    gguf: Path | None = arguments.llama_gguf
-    if gguf is None and arguments.llama_bin is not None:
-        from bench.f16 import write_f16
-        from kvloom.models.cachedir import cache_directory
-        from kvloom.models.sources import package_file
-
-        cache = cache_directory(None)
-        source: Path | None = None
-        if arguments.model.startswith("package:"):
-            source = package_file(arguments.model.removeprefix("package:"), cache)
-        elif arguments.model.endswith(".gguf"):
-            source = Path(arguments.model)
-        if source is not None:
-            gguf = cache / "bench" / f"{subject.directory.name}-f16.gguf"  # named after the file's content
-            if not gguf.exists():
-                log(f"writing {gguf}")
-                write_f16(source, gguf)
-    return {
-        "gguf": gguf and str(gguf.resolve()),
-        "llama_bin": arguments.llama_bin and str(arguments.llama_bin.resolve()),
-        "llama_cache_type": arguments.llama_cache_type,
-    }
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -260,18 +104,19 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     log("measuring the machine")
     start = measure_machine(arguments.threads)
     cells = [cell.within(subject.max_model_len, new_tokens(arguments, cell)) for cell in arguments.cells]
-    engines = Engines(arguments, directory)
+    engines = Engines(arguments.threads, arguments.timeout, directory)
+    pythons = {"vllm": arguments.vllm_python and str(arguments.vllm_python.absolute())}
     results: list[tuple[Cell, dict[str, Rounds | str]]] = []
     offline = [cell for cell in cells if cell.phase != "served"]
     served = [cell for cell in cells if cell.phase == "served"]
     # Peers leave before the server comes: each holds gigabytes.
-    for group, names in ((offline, arguments.engines), (served, ["ours", "server"])):
+    for group, names in ((offline, arguments.engines), (served, ["offline", "server"])):
         if not group:
             continue
         options = load_options(arguments, subject, group) | llama_options(arguments, subject)
         try:
             for name in names:
-                engines.start(name, options)
+                engines.start(name, pythons.get(name, sys.executable), options)
             for cell in group:
                 log(cell.name)
                 rounds = min(arguments.rounds, PREFILL_ROUNDS) if cell.phase == "prefill" else arguments.rounds
@@ -343,7 +188,7 @@ def figures(
             steps=arguments.steps,
             element_bytes=info[name]["cache_element_bytes"],
         )
-    compare(found, ours="ours", processors=len(os.sched_getaffinity(0)))
+    compare(found, base="offline" if cell.phase == "served" else "ours", processors=len(os.sched_getaffinity(0)))
     return found
 
 

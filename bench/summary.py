@@ -56,20 +56,20 @@ def summarise(
     return found
 
 
-def compare(figures: dict[str, dict[str, Any]], *, ours: str, processors: int) -> None:
-    """Add to every other engine how many times faster ours is, and to the server what its client took.
+def compare(figures: dict[str, dict[str, Any]], *, base: str, processors: int) -> None:
+    """Add to every other engine how many times faster ``base`` is, and to the server what its client took.
 
     A client beside the server takes processor time from it: ``without_client`` is the served rate over offline's if
     that time were given back, all processors being busy.
     """
-    base = figures.get(ours)
-    if base is None or "seconds" not in base:
+    ours = figures.get(base, {})
+    if "seconds" not in ours:
         return
     for name, other in figures.items():
-        if name == ours or "seconds" not in other:
+        if name == base or "seconds" not in other:
             continue
         if "client_cpu_s" not in other:
-            other["ours_faster"] = other["seconds"] / base["seconds"]
+            other["ours_faster"] = other["seconds"] / ours["seconds"]
         else:
-            other["share_of_offline"] = base["seconds"] / other["seconds"]
-            other["without_client"] = base["seconds"] / (other["seconds"] - other["client_cpu_s"] / processors)
+            other["share_of_offline"] = ours["seconds"] / other["seconds"]
+            other["without_client"] = ours["seconds"] / (other["seconds"] - other["client_cpu_s"] / processors)

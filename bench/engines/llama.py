@@ -20,6 +20,8 @@ PADDING = 256  # tokens; each sequence's cache is rounded up to it
 
 class Llama:
     def load(self, options: dict[str, Any]) -> dict[str, Any]:
+        if options["llama_bin"] is None:
+            raise ValueError("give the directory of its programs with --llama-bin")
         directory = Path(options["llama_bin"])
         self.bench = directory / "llama-batched-bench"
         if not self.bench.exists():

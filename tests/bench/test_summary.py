@@ -41,7 +41,7 @@ def test_prefill_is_tokens_over_a_rounds_time() -> None:
 
 def test_ratios_are_to_ours_of_the_same_cell() -> None:
     found = {"ours": {"seconds": 0.1}, "vllm": {"seconds": 0.25}, "llama": {"not_run": "no such file"}}
-    compare(found, ours="ours", processors=2)
+    compare(found, base="ours", processors=2)
     assert found["vllm"]["ours_faster"] == pytest.approx(2.5)
     assert "ours_faster" not in found["llama"]
 
@@ -49,8 +49,8 @@ def test_ratios_are_to_ours_of_the_same_cell() -> None:
 def test_the_clients_time_is_given_back() -> None:
     cell = Cell(phase="served", sequences=32, context=128)
     served = figures(cell, [{"seconds": 10.0, "units": 4096, "client_cpu_s": 2.0}])
-    found = {"ours": figures(cell, [{"seconds": 8.1, "units": 4096}]), "server": served}
-    compare(found, ours="ours", processors=2)
+    found = {"offline": figures(cell, [{"seconds": 8.1, "units": 4096}]), "server": served}
+    compare(found, base="offline", processors=2)
     assert served["share_of_offline"] == pytest.approx(0.81)
     assert served["without_client"] == pytest.approx(0.9)
 
