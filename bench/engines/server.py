@@ -41,6 +41,8 @@ class Server:
             break
         else:
             raise RuntimeError(f"the server ended with status {self.process.wait()} before it served")
+        if "url" not in document:
+            raise RuntimeError(document)  # why it does not serve
         self.url: str = document["url"]
         self.answer_tokens: int = options["answer_tokens"]
         self.vocab_size: int = document["vocab_size"]
