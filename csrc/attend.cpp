@@ -70,7 +70,7 @@ public:
         Shared& shared)
         : kernels_(kernels), plan_(plan), format_(plan.format), attention_(attention),
           layer_(plan.arena + layer_offset),
-          dot_(kernels.has_dot && format_.dtype == DType::bf16 && attention.q_dtype == DType::bf16),
+          dot_(kernels.has_dot && !format_.coded() && format_.dtype == DType::bf16 && attention.q_dtype == DType::bf16),
           partials_(shared.partials.get(plan.partials)), left_(shared.counters(plan.counts)) {}
 
     void work() {
@@ -113,7 +113,9 @@ private:
         const size_t query_floats = plan_.latent ? static_cast<size_t>(columns) * format_.v_dim : 0;
         const size_t token_floats = plan_.latent ? static_cast<size_t>(kLatentTokens) * kLda : 0;
         const size_t product_floats = plan_.latent ? static_cast<size_t>(kLatentTokens) * columns : 0;
-        float* at = workspace.floats.get(3 * row_floats + 2 * result_floats + query_floats + token_floats + product_floats);
+        const size_t coded_floats = format_.coded() ? coded_scratch_bytes(format_, rows) / sizeof(float) + 16 : 0;
+        float* at = workspace.floats.get(3 * row_floats + 2 * result_floats + query_floats + token_floats + product_floats +
+                                         coded_floats);
         const auto take = [&at](size_t count) { return (at += count) - count; };
 
         ChunkArgs args{};
@@ -123,6 +125,7 @@ private:
         const Result acc = result(take(result_floats), rows), part = result(take(result_floats), rows);
         LatentArgs latent{take(query_floats), columns, take(token_floats), take(product_floats)};
         pack(item, rows, q, latent);
+        args.coded = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(take(coded_floats)) + 63) / 64 * 64);
 
         int low[kMaxLatentRows], high[kMaxLatentRows];
         args.format = &format_;

@@ -120,9 +120,22 @@ void attend_chunk(const ChunkArgs& args) {
     for (int s = 0; s < args.count; ++s) segment_outputs<T>(args, args.segments[s], several);
 }
 
+}  // namespace kvloom::KVLOOM_ISA
+
+#include "coded.h"
+
+namespace kvloom::KVLOOM_ISA {
+
 template <class V>
 struct Chooser {
     static void chunk(const ChunkArgs& args, bool dot) {
+        if (args.format->coded()) {
+            switch (args.format->dtype) {
+                case DType::f32: return coded_chunk<F32>(args);
+                case DType::f16: return coded_chunk<F16>(args);
+                case DType::bf16: return coded_chunk<BF16>(args);
+            }
+        }
         switch (args.format->dtype) {
             case DType::f32: return attend_chunk<F32>(args);
             case DType::f16: return attend_chunk<F16>(args);

@@ -132,7 +132,23 @@ NB_MODULE(_cpu, m) {
                 int64_t v_offset, int64_t block_bytes, int64_t layer_bytes) {
                  new (self) Format{static_cast<DType>(dtype), block_size, num_heads, k_dim, v_dim,
                                    k_offset, v_offset, block_bytes, layer_bytes};
-             });
+             })
+        .def("set_codes",
+             [](Format& format, bool values, int bits, const std::vector<int>& levels, float center, const std::vector<int64_t>& codes,
+                int token_groups, int64_t token_scale, int64_t token_offset, int64_t channel_scale,
+                int64_t channel_offset) {
+                 CodedPlane& plane = values ? format.v_codes : format.k_codes;
+                 plane.bits = bits;
+                 plane.center = center;
+                 for (size_t i = 0; i < levels.size() && i < 16; ++i) plane.levels[i] = static_cast<int8_t>(levels[i]);
+                 for (size_t i = 0; i < codes.size() && i < 2; ++i) plane.codes[i] = codes[i];
+                 plane.token_groups = token_groups;
+                 plane.token_scale = token_scale;
+                 plane.token_offset = token_offset;
+                 plane.channel_scale = channel_scale;
+                 plane.channel_offset = channel_offset;
+             },
+             "Says that a plane holds integer codes; offsets in bytes from the block's start, -1 for none.");
     nb::class_<Batch>(m, "Batch", "Arena, block table and query tokens of one call, by address.")
         .def("__init__",
              [](Batch* self, uintptr_t arena, int64_t arena_bytes, uintptr_t tables, int64_t table_stride,

@@ -334,12 +334,20 @@ private:
     const int most_;      // rows of a tile
 };
 
+bool same(const CodedPlane& a, const CodedPlane& b) {
+    const auto all = [](const CodedPlane& p) {
+        return std::tie(p.bits, p.center, p.codes[0], p.codes[1], p.token_groups, p.token_scale, p.token_offset, p.channel_scale,
+                        p.channel_offset);
+    };
+    return all(a) == all(b) && std::equal(a.levels, a.levels + 16, b.levels);
+}
+
 bool same(const Format& a, const Format& b) {
     const auto all = [](const Format& f) {
         return std::tie(f.dtype, f.block_size, f.num_heads, f.k_dim, f.v_dim, f.k_offset, f.v_offset, f.block_bytes,
                         f.layer_bytes);
     };
-    return all(a) == all(b);
+    return all(a) == all(b) && same(a.k_codes, b.k_codes) && same(a.v_codes, b.v_codes);
 }
 
 bool same(const KeyBounds& a, const KeyBounds& b) {

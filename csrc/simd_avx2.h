@@ -67,6 +67,40 @@ struct Vec {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
     }
 
+    // Integers: 16-bit pairs in 32-bit lanes, and bytes by the vector.
+    using Bytes = I;
+    static constexpr int kBytes = 32;
+    static I zero_ints() { return _mm256_setzero_si256(); }
+    static I load_ints(const void* p) { return load_bits(p); }
+    static void store_ints(void* p, I x) { _mm256_storeu_si256(static_cast<I*>(p), x); }
+    static F from_ints(I x) { return _mm256_cvtepi32_ps(x); }
+    static I add_pairs(I acc, I x, int32_t pair) {
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(x, _mm256_set1_epi32(pair)));
+    }
+    static void store_rounded(int16_t* p, F x) {
+        const I i = _mm256_cvtps_epi32(x);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                         _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1)));
+    }
+    static Bytes load_bytes(const void* p) { return load_bits(p); }
+    static Bytes table(const int8_t* levels) {
+        return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(levels)));
+    }
+    static Bytes look_up(Bytes levels, Bytes codes) { return _mm256_shuffle_epi8(levels, codes); }
+    template <int SHIFT, int MASK>
+    static Bytes bits(Bytes x) {
+        return _mm256_and_si256(SHIFT == 0 ? x : _mm256_srli_epi16(x, SHIFT), _mm256_set1_epi8(MASK));
+    }
+    template <int SHIFT, int MASK>
+    static Bytes bits_up(Bytes x) {
+        return _mm256_and_si256(_mm256_slli_epi16(x, SHIFT), _mm256_set1_epi8(MASK));
+    }
+    static Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+    static void widen(Bytes x, int16_t* to) {
+        store_ints(to, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)));
+        store_ints(to + 16, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1)));
+    }
+
 private:
     static I load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const I*>(p)); }
 };

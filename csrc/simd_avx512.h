@@ -83,6 +83,38 @@ struct Vec {
     static F bf16_first_half(const uint16_t* p) { return bf16_first(load_bits_half(p)); }
     static F bf16_second_half(const uint16_t* p) { return bf16_second(load_bits_half(p)); }
 
+    // Integers: 16-bit pairs in 32-bit lanes, and bytes by the vector.
+    using Bytes = __m512i;
+    static constexpr int kBytes = 64;
+    static I zero_ints() { return _mm512_setzero_si512(); }
+    static I load_ints(const void* p) { return _mm512_loadu_si512(p); }
+    static void store_ints(void* p, I x) { _mm512_storeu_si512(p, x); }
+    static F from_ints(I x) { return _mm512_cvtepi32_ps(x); }
+    static I add_pairs(I acc, I x, int32_t pair) {
+        return _mm512_add_epi32(acc, _mm512_madd_epi16(x, _mm512_set1_epi32(pair)));
+    }
+    static void store_rounded(int16_t* p, F x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+    }
+    static Bytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+    static Bytes table(const int8_t* levels) {
+        return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(levels)));
+    }
+    static Bytes look_up(Bytes levels, Bytes codes) { return _mm512_shuffle_epi8(levels, codes); }
+    template <int SHIFT, int MASK>
+    static Bytes bits(Bytes x) {
+        return _mm512_and_si512(SHIFT == 0 ? x : _mm512_srli_epi16(x, SHIFT), _mm512_set1_epi8(MASK));
+    }
+    template <int SHIFT, int MASK>
+    static Bytes bits_up(Bytes x) {
+        return _mm512_and_si512(_mm512_slli_epi16(x, SHIFT), _mm512_set1_epi8(MASK));
+    }
+    static Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+    static void widen(Bytes x, int16_t* to) {
+        store_ints(to, _mm512_cvtepi8_epi16(_mm512_castsi512_si256(x)));
+        store_ints(to + 32, _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(x, 1)));
+    }
+
 #ifdef KVLOOM_DOT
     static constexpr bool kDot = true;
 

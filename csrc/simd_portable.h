@@ -60,6 +60,44 @@ struct Vec {
         for (int i = 0; i < W; ++i) p[i] = float_to_f16(x[i]);
     }
 
+    // Integers: 16-bit pairs in 32-bit lanes, and bytes by the vector.
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
+    static constexpr int kBytes = 16;
+    static I zero_ints() { return I{}; }
+    static I load_ints(const void* p) { return load_bits(p); }
+    static void store_ints(void* p, I x) { std::memcpy(p, &x, sizeof x); }
+    static F from_ints(I x) { return __builtin_convertvector(x, F); }
+    static I add_pairs(I acc, I x, int32_t pair) {
+        const int32_t low = static_cast<int16_t>(pair), high = pair >> 16;
+        return acc + (x << 16 >> 16) * low + (x >> 16) * high;
+    }
+    static void store_rounded(int16_t* p, F x) {
+        for (int i = 0; i < W; ++i) p[i] = static_cast<int16_t>(__builtin_lrintf(x[i]));
+    }
+    static Bytes load_bytes(const void* p) {
+        Bytes x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
+    }
+    static Bytes table(const int8_t* levels) { return load_bytes(levels); }
+    static Bytes look_up(Bytes levels, Bytes codes) {
+        Bytes x;
+        for (int i = 0; i < kBytes; ++i) x[i] = levels[codes[i] & 15];
+        return x;
+    }
+    template <int SHIFT, int MASK>
+    static Bytes bits(Bytes x) {
+        return (x >> SHIFT) & static_cast<uint8_t>(MASK);
+    }
+    template <int SHIFT, int MASK>
+    static Bytes bits_up(Bytes x) {
+        return (x << SHIFT) & static_cast<uint8_t>(MASK);
+    }
+    static Bytes either(Bytes a, Bytes b) { return a | b; }
+    static void widen(Bytes x, int16_t* to) {
+        for (int i = 0; i < kBytes; ++i) to[i] = static_cast<int8_t>(x[i]);
+    }
+
 private:
     static I load_bits(const void* p) {
         I x;

@@ -35,6 +35,19 @@ constexpr int kMaxLatentDim = 512;
 constexpr int kMaxLatentRows = 128;
 constexpr int kLatentTokens = 32;
 
+// Integer codes of one plane and what undoes them (coded.h): value = level * scale + offset, of the token, of
+// its group of channels, or of the channel within the block. Offsets are in bytes from the block's start, -1
+// where there is none; scales and offsets are fp16.
+struct CodedPlane {
+    int bits = 0;  // 8, 4, 3 or 2; 0: a raw plane
+    int8_t levels[16] = {};
+    float center = 0.0f;  // added to levels: value = (level + center) * scale + offset
+    int64_t codes[2] = {};  // of the two lower bits or all, and of the third bit
+    int token_groups = 1;   // numbers per token, each for dim / token_groups channels
+    int64_t token_scale = -1, token_offset = -1;      // [block_size][token_groups]
+    int64_t channel_scale = -1, channel_offset = -1;  // [dim]
+};
+
 struct Format {
     DType dtype;
     int block_size;
@@ -42,7 +55,22 @@ struct Format {
     int k_dim, v_dim;
     int64_t k_offset, v_offset;  // bytes from the block's start
     int64_t block_bytes, layer_bytes;
+    CodedPlane k_codes = {}, v_codes = {};
+
+    bool coded() const { return k_codes.bits != 0 || v_codes.bits != 0; }
 };
+
+static inline int coded_groups(const Format& format) {
+    const int k = format.k_codes.token_groups, v = format.v_codes.token_groups;
+    return k > v ? k : v;
+}
+
+// Bytes of ChunkArgs::coded for up to `rows` rows.
+static inline size_t coded_scratch_bytes(const Format& format, int rows) {
+    const int groups = coded_groups(format), dim = format.k_dim > format.v_dim ? format.k_dim : format.v_dim;
+    const size_t per_row = 2 * kMaxDim + static_cast<size_t>(2 * groups) * kLda + 4 * kChunk + 4 * (2 + 2 * groups);
+    return 4u * dim * format.block_size + rows * per_row + 12u * kChunk * groups + 4 * kMaxDim + 4 * kLda + 16 * 64;
+}
 
 // The latents' part of a tile's logits.
 struct LatentArgs {
@@ -77,6 +105,7 @@ struct ChunkArgs {
     float* out;                          // [rows][out_stride], not normalised
     ptrdiff_t out_stride;
     float *top, *sum;                    // [rows]; logits are in base 2; no key: -inf and 0
+    void* coded;                         // scratch, for coded formats
     const LatentArgs* latent;            // or null: q is the rotated part's, and the latents' is added
 };
 

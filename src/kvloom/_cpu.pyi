@@ -22,6 +22,21 @@ class Format:
         /,
     ) -> None: ...
 
+    def set_codes(
+        self,
+        values: bool,
+        bits: int,
+        levels: list[int],
+        center: float,
+        codes: list[int],
+        token_groups: int,
+        token_scale: int,
+        token_offset: int,
+        channel_scale: int,
+        channel_offset: int,
+        /,
+    ) -> None: ...
+
 class Batch:
     def __init__(
         self,

@@ -1,0 +1,414 @@
+// Attention over encoded blocks of integer codes, read without expanding them to memory.
+//
+// A block's codes become int16 levels in the first-level cache, once for all query rows of a tile;
+// queries and softmax weights become int16 with one scale per row, and products are exact int32 sums
+// of pairs. So sums do not depend on their order, and a row's bits on nothing but its query and keys.
+// Scales and offsets of tokens are folded into scores and weights, those of channels into the query.
+//
+// Layouts (codecs/kernel_layout.py): codes lie in planes of 4, 2 or 1 bits (3 = 2 + 1), or whole bytes.
+// With n = 8 / width codes to a byte, a plane of keys is [dim/2/n][token][2] bytes, of values
+// [token/2/n][dim][2]: the bits of a byte are n consecutive pairs of channels or tokens.
+#pragma once
+
+#include "softmax.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+// Pairs of levels in `rows` rows of `units` pairs, from planes as above. `next` is fetched meanwhile.
+template <int BITS>
+void decode_levels(const unsigned char* block, const CodedPlane& plane, int rows, int units, const unsigned char* next,
+                   int16_t* out) {
+    using B = typename Vec::Bytes;
+    const B levels = Vec::table(plane.levels);
+    const int row_bytes = 2 * units;
+    const unsigned char* low = block + plane.codes[0];
+    const unsigned char* ahead = next != nullptr ? next + plane.codes[0] : nullptr;
+    if constexpr (BITS == 8) {
+        for (int at = 0; at < rows * row_bytes; at += Vec::kBytes) {
+            if (ahead != nullptr) __builtin_prefetch(ahead + at);
+            Vec::widen(Vec::load_bytes(low + at), out + at);
+        }
+    } else if constexpr (BITS == 4) {
+        for (int row = 0; row < rows; row += 2, low += row_bytes, out += 2 * row_bytes) {
+            for (int at = 0; at < row_bytes; at += Vec::kBytes) {
+                if (ahead != nullptr) __builtin_prefetch(ahead + row / 2 * row_bytes + at);
+                const B codes = Vec::load_bytes(low + at);
+                Vec::widen(Vec::look_up(levels, Vec::template bits<0, 15>(codes)), out + at);
+                Vec::widen(Vec::look_up(levels, Vec::template bits<4, 15>(codes)), out + row_bytes + at);
+            }
+        }
+    } else if constexpr (BITS == 2) {
+        for (int row = 0; row < rows; row += 4, low += row_bytes, out += 4 * row_bytes) {
+            for (int at = 0; at < row_bytes; at += Vec::kBytes) {
+                if (ahead != nullptr) __builtin_prefetch(ahead + row / 4 * row_bytes + at);
+                const B codes = Vec::load_bytes(low + at);
+                Vec::widen(Vec::look_up(levels, Vec::template bits<0, 3>(codes)), out + at);
+                Vec::widen(Vec::look_up(levels, Vec::template bits<2, 3>(codes)), out + row_bytes + at);
+                Vec::widen(Vec::look_up(levels, Vec::template bits<4, 3>(codes)), out + 2 * row_bytes + at);
+                Vec::widen(Vec::look_up(levels, Vec::template bits<6, 3>(codes)), out + 3 * row_bytes + at);
+            }
+        }
+    } else {
+        const unsigned char* high = block + plane.codes[1];
+        const unsigned char* high_ahead = next != nullptr ? next + plane.codes[1] : nullptr;
+        const auto one = [&](B two, B top, int16_t* to) { Vec::widen(Vec::look_up(levels, Vec::either(two, top)), to); };
+        for (int row = 0; row < rows; row += 8, low += 2 * row_bytes, high += row_bytes, out += 8 * row_bytes) {
+            for (int at = 0; at < row_bytes; at += Vec::kBytes) {
+                if (ahead != nullptr) {
+                    __builtin_prefetch(ahead + row / 4 * row_bytes + at);
+                    __builtin_prefetch(ahead + (row / 4 + 1) * row_bytes + at);
+                    __builtin_prefetch(high_ahead + row / 8 * row_bytes + at);
+                }
+                const B first = Vec::load_bytes(low + at), second = Vec::load_bytes(low + row_bytes + at);
+                const B top = Vec::load_bytes(high + at);
+                one(Vec::template bits<0, 3>(first), Vec::template bits_up<2, 4>(top), out + at);
+                one(Vec::template bits<2, 3>(first), Vec::template bits_up<1, 4>(top), out + row_bytes + at);
+                one(Vec::template bits<4, 3>(first), Vec::template bits<0, 4>(top), out + 2 * row_bytes + at);
+                one(Vec::template bits<6, 3>(first), Vec::template bits<1, 4>(top), out + 3 * row_bytes + at);
+                one(Vec::template bits<0, 3>(second), Vec::template bits<2, 4>(top), out + 4 * row_bytes + at);
+                one(Vec::template bits<2, 3>(second), Vec::template bits<3, 4>(top), out + 5 * row_bytes + at);
+                one(Vec::template bits<4, 3>(second), Vec::template bits<4, 4>(top), out + 6 * row_bytes + at);
+                one(Vec::template bits<6, 3>(second), Vec::template bits<5, 4>(top), out + 7 * row_bytes + at);
+            }
+        }
+    }
+}
+
+static void decode(const unsigned char* block, const CodedPlane& plane, int rows, int units, const unsigned char* next,
+                   int16_t* out) {
+    switch (plane.bits) {
+        case 8: return decode_levels<8>(block, plane, rows, units, next, out);
+        case 4: return decode_levels<4>(block, plane, rows, units, next, out);
+        case 3: return decode_levels<3>(block, plane, rows, units, next, out);
+        default: return decode_levels<2>(block, plane, rows, units, next, out);
+    }
+}
+
+// c [rows][c_stride] int32 (+)= a [rows][a_stride] int16 times b, [steps][units][2] int16.
+struct Levels {
+    const int16_t* a;
+    ptrdiff_t a_stride;
+    const int16_t* b;
+    ptrdiff_t b_stride;  // int16 from one step to the next
+    int steps;
+    int32_t* c;
+    ptrdiff_t c_stride;
+    bool accumulate;
+};
+
+template <int ROWS, int VECS>
+void levels_tile(const Levels& o, int row, int column) {
+    using I = typename Vec::I;
+    constexpr int W = Vec::W;
+    const int16_t* a = o.a + row * o.a_stride;
+    const int16_t* b = o.b + 2 * column;
+    int32_t* c = o.c + row * o.c_stride + column;
+    I acc[ROWS][VECS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) acc[r][v] = o.accumulate ? Vec::load_ints(c + r * o.c_stride + v * W) : Vec::zero_ints();
+    }
+    for (int s = 0; s < o.steps; ++s, a += 2, b += o.b_stride) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) {
+            const I x = Vec::load_ints(b + 2 * v * W);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; ++r) {
+                int32_t pair;
+                __builtin_memcpy(&pair, a + r * o.a_stride, 4);
+                acc[r][v] = Vec::add_pairs(acc[r][v], x, pair);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) Vec::store_ints(c + r * o.c_stride + v * W, acc[r][v]);
+    }
+}
+
+using LevelsFunction = void (*)(const Levels&, int, int);
+template <int VECS, int... N>
+struct LevelsTable {
+    static constexpr LevelsFunction by_rows[] = {nullptr, levels_tile<N + 1, VECS>...};
+};
+template <int VECS, int MAX, int... N>
+struct MakeLevels : MakeLevels<VECS, MAX - 1, MAX - 1, N...> {};
+template <int VECS, int... N>
+struct MakeLevels<VECS, 0, N...> {
+    using Table = LevelsTable<VECS, N...>;
+};
+
+// `columns` is a multiple of the vector's width.
+static void levels_product(int rows, int columns, const Levels& o) {
+    constexpr int W = Vec::W, most4 = Vec::Rows::kRows4, most = Vec::Rows::kRows2;
+    const int groups = rows <= most4 ? 1 : (rows + most - 1) / most;
+    for (int g = 0, row = 0; g < groups; ++g) {
+        const int count = (rows - row) / (groups - g);
+        int column = 0;
+        if (count <= most4) {
+            for (; column + 4 * W <= columns; column += 4 * W) MakeLevels<4, most4>::Table::by_rows[count](o, row, column);
+        }
+        for (; column + 2 * W <= columns; column += 2 * W) MakeLevels<2, most>::Table::by_rows[count](o, row, column);
+        for (; column < columns; column += W) MakeLevels<1, most>::Table::by_rows[count](o, row, column);
+        row += count;
+    }
+}
+
+// x [count] as int16 with the scale that undoes it; count is a multiple of the vector's width.
+static float quantise_row(const float* x, int count, int16_t* to) {
+    Vec::F top = Vec::zero();
+    for (int i = 0; i < count; i += Vec::W) top = Vec::max(top, Vec::abs(Vec::load(x + i)));
+    const float most = Vec::reduce_max(top);
+    if (!(most > 0.0f) || !(most < __builtin_inff())) {
+        __builtin_memset(to, 0, count * sizeof(int16_t));
+        return most - most;  // 0, or NaN, which spreads, where a number is not finite
+    }
+    const Vec::F by = Vec::set1(32767.0f / most);
+    for (int i = 0; i < count; i += Vec::W) Vec::store_rounded(to + i, Vec::mul(Vec::load(x + i), by));
+    return most / 32767.0f;
+}
+
+static void halves(const unsigned char* from, int count, float* to) {
+    const auto* bits = reinterpret_cast<const uint16_t*>(from);
+    for (int i = 0; i < count; i += Vec::W) Vec::store(to + i, Vec::load_f16(bits + i));
+}
+
+// What a chunk's computation keeps between its parts, carved out of ChunkArgs::coded.
+struct CodedScratch {
+    int16_t* levels;   // [max(k_dim, v_dim) * block]
+    int16_t* query;    // [rows][kMaxDim]
+    int16_t* weights;  // [groups][rows][kLda]
+    int32_t* sums;     // [rows][kChunk]
+    float* scales;     // [kChunk * groups], tokens'
+    float* offsets;    // the same
+    float* channels;   // [kMaxDim]
+    float* row;        // [rows][2 + 2 * groups]: query scale and sum; weights' scales and offsets
+    float* scaled;     // [kLda]
+    float* spare;      // as scales
+
+    CodedScratch(const ChunkArgs& args) {
+        const Format& format = *args.format;
+        const int groups = coded_groups(format), rows = args.rows;
+        auto* at = static_cast<unsigned char*>(args.coded);
+        const auto take = [&at](size_t bytes) {
+            auto* found = at;
+            at += (bytes + 63) / 64 * 64;
+            return found;
+        };
+        const int dim = format.k_dim > format.v_dim ? format.k_dim : format.v_dim;
+        levels = reinterpret_cast<int16_t*>(take(2u * dim * format.block_size));
+        query = reinterpret_cast<int16_t*>(take(2u * rows * kMaxDim));
+        weights = reinterpret_cast<int16_t*>(take(2u * groups * rows * kLda));
+        sums = reinterpret_cast<int32_t*>(take(4u * rows * kChunk));
+        scales = reinterpret_cast<float*>(take(4u * kChunk * groups));
+        offsets = reinterpret_cast<float*>(take(4u * kChunk * groups));
+        channels = reinterpret_cast<float*>(take(4u * kMaxDim));
+        row = reinterpret_cast<float*>(take(4u * rows * (2 + 2 * groups)));
+        scaled = reinterpret_cast<float*>(take(4u * kLda));
+        spare = reinterpret_cast<float*>(take(4u * kChunk * groups));
+    }
+};
+
+// Rows of `groups` numbers per token as one run of tokens per group.
+static void by_group(const float* from, int tokens, int groups, float* to) {
+    for (int t = 0; t < tokens; ++t) {
+        for (int g = 0; g < groups; ++g) to[g * tokens + t] = from[t * groups + g];
+    }
+}
+
+// Scales (and offsets, where there are any) of a block's tokens, one run per group.
+static void token_numbers(const unsigned char* block, const CodedPlane& plane, int size, float* spare, float* scales,
+                          float* offsets) {
+    const int groups = plane.token_groups;
+    const auto read = [&](int at, float* to) {
+        if (groups == 1) return halves(block + at, size, to);
+        halves(block + at, size * groups, spare);
+        by_group(spare, size, groups, to);
+    };
+    if (plane.token_scale >= 0) {
+        read(plane.token_scale, scales);
+    } else {
+        for (int i = 0; i < size * groups; ++i) scales[i] = 1.0f;
+    }
+    if (plane.token_offset < 0) return;
+    read(plane.token_offset, offsets);
+    for (int i = 0; i < size * groups; ++i) offsets[i] += plane.center * scales[i];
+}
+
+static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
+    constexpr int W = Vec::W;
+    const Format& format = *args.format;
+    const CodedPlane& plane = format.k_codes;
+    const int size = format.block_size, dim = format.k_dim, groups = plane.token_groups;
+    const auto* q = static_cast<const float*>(args.q);
+    const auto row_of = [&](int r) { return s.row + r * 2; };
+    const bool by_channel = plane.channel_scale >= 0;
+    for (int r = 0; r < args.rows; ++r) {
+        const float* from = q + static_cast<ptrdiff_t>(r) * kLda;
+        Vec::F sum = Vec::zero();
+        for (int d = 0; d < dim; d += W) sum = Vec::add(sum, Vec::load(from + d));
+        row_of(r)[1] = Vec::reduce_add(sum);
+        if (!by_channel) row_of(r)[0] = quantise_row(from, dim, s.query + r * kMaxDim);
+    }
+    for (int i = 0; i < args.count; ++i) {
+        const Segment& segment = args.segments[i];
+        const unsigned char* const* block = segment.blocks;
+        for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
+            decode(*block, plane, dim / 2, size, block[1], s.levels);
+            token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
+            for (int g = 0; g < groups; ++g) {
+                const int width = dim / groups;
+                for (int r = segment.row; by_channel && r < segment.row + segment.rows; ++r) {
+                    const float* from = q + static_cast<ptrdiff_t>(r) * kLda;
+                    if (r == segment.row) halves(*block + plane.channel_scale, dim, s.channels);
+                    for (int d = 0; d < dim; d += W) Vec::store(s.scaled + d, Vec::mul(Vec::load(from + d), Vec::load(s.channels + d)));
+                    row_of(r)[0] = quantise_row(s.scaled, dim, s.query + r * kMaxDim);
+                }
+                Levels o;
+                o.a = s.query + segment.row * kMaxDim + g * width;
+                o.a_stride = kMaxDim;
+                o.b = s.levels + static_cast<ptrdiff_t>(g) * width * size;
+                o.b_stride = 2 * size;
+                o.steps = width / 2;
+                o.c = s.sums;
+                o.c_stride = size;
+                o.accumulate = false;
+                levels_product(segment.rows, size, o);
+                if (by_channel && plane.channel_offset >= 0) {
+                    halves(*block + plane.channel_scale, dim, s.scaled);
+                    halves(*block + plane.channel_offset, dim, s.channels);
+                    for (int d = 0; d < dim; ++d) s.channels[d] += plane.center * s.scaled[d];
+                }
+                for (int r = 0; r < segment.rows; ++r) {
+                    const int row = segment.row + r;
+                    float constant = 0.0f;
+                    if (by_channel && plane.channel_offset >= 0) {
+                        const float* from = q + static_cast<ptrdiff_t>(row) * kLda;
+                        Vec::F sum = Vec::zero();
+                        for (int d = 0; d < dim; d += W) sum = Vec::fma(Vec::load(from + d), Vec::load(s.channels + d), sum);
+                        constant = Vec::reduce_add(sum);
+                    }
+                    float* scores = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
+                    const Vec::F scale = Vec::set1(row_of(row)[0]), sum = Vec::set1(row_of(row)[1]), shift = Vec::set1(constant);
+                    for (int t = 0; t < size; t += W) {
+                        Vec::F x = Vec::fma(Vec::from_ints(Vec::load_ints(s.sums + r * size + t)), scale, shift);
+                        x = Vec::mul(x, Vec::load(s.scales + g * size + t));
+                        if (g > 0) x = Vec::add(x, Vec::load(scores + t));
+                        if (plane.token_offset >= 0) x = Vec::fma(Vec::load(s.offsets + t), sum, x);
+                        Vec::store(scores + t, x);
+                    }
+                }
+            }
+        }
+    }
+}
+
+static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begin, int end) {
+    constexpr int W = Vec::W;
+    const Format& format = *args.format;
+    const CodedPlane& plane = format.v_codes;
+    const int size = format.block_size, dim = format.v_dim, groups = plane.token_groups, width = dim / groups;
+    const bool by_channel = plane.channel_scale >= 0;
+    float* const weight_scale = s.row;                       // [groups][rows]
+    float* const offset = s.row + groups * args.rows;        // [groups][rows]
+    const auto weights_of = [&](int g, int r) { return s.weights + (static_cast<ptrdiff_t>(g) * args.rows + r) * kLda; };
+    const auto each_block = [&](auto&& f) {
+        for (int i = 0; i < args.count; ++i) {
+            const Segment& segment = args.segments[i];
+            const unsigned char* const* block = segment.blocks;
+            for (int start = segment.first / size * size; start < segment.end; start += size, ++block) f(segment, block, start);
+        }
+    };
+    // Weights times scales: the block's part of each row, in all groups; scores keep the weights.
+    for (int r = 0; r < args.rows; ++r) {
+        for (int g = 0; g < groups; ++g) offset[g * args.rows + r] = 0.0f;
+    }
+    auto* const products = reinterpret_cast<float*>(s.sums);  // [rows][kChunk], one group at a time
+    for (int g = 0; g < groups; ++g) {
+        for (int r = 0; r < args.rows; ++r) __builtin_memset(products + r * kChunk, 0, kChunk * sizeof(float));
+        each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
+            token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
+            for (int row = segment.row; row < segment.row + segment.rows; ++row) {
+                const float* weights = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
+                Vec::F sum = Vec::zero();
+                for (int t = 0; t < size; t += W) {
+                    if (start + t < begin || start + t >= end) continue;
+                    const Vec::F p = Vec::load(weights + t);
+                    Vec::store(products + row * kChunk + start + t, Vec::mul(p, Vec::load(s.scales + g * size + t)));
+                    if (plane.token_offset >= 0) sum = Vec::fma(p, Vec::load(s.offsets + g * size + t), sum);
+                }
+                if (plane.token_offset >= 0) offset[g * args.rows + row] += Vec::reduce_add(sum);
+            }
+        });
+        for (int r = 0; r < args.rows; ++r) {
+            weight_scale[g * args.rows + r] = quantise_row(products + r * kChunk, kChunk, weights_of(g, r));
+        }
+    }
+    for (int r = 0; r < args.rows; ++r) {
+        __builtin_memset(by_channel ? static_cast<void*>(args.out + r * args.out_stride) : s.sums + r * kChunk, 0, dim * 4);
+    }
+    each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
+        decode(*block, plane, size / 2, dim, block[1], s.levels);
+        for (int g = 0; g < groups; ++g) {
+            Levels o;
+            o.a = weights_of(g, segment.row) + start;
+            o.a_stride = kLda;
+            o.b = s.levels + 2 * g * width;
+            o.b_stride = 2 * dim;
+            o.steps = size / 2;
+            o.c = s.sums + segment.row * kChunk + g * width;
+            o.c_stride = kChunk;
+            o.accumulate = !by_channel;
+            levels_product(segment.rows, width, o);
+        }
+        if (!by_channel) return;
+        // Scales of channels are the block's: its sums are added up as numbers, in order of blocks.
+        halves(*block + plane.channel_scale, dim, s.channels);
+        if (plane.token_offset >= 0) token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
+        for (int row = segment.row; row < segment.row + segment.rows; ++row) {
+            Vec::F part = Vec::zero();
+            for (int t = 0; plane.token_offset >= 0 && t < size; t += W) {
+                if (start + t < begin || start + t >= end) continue;
+                part = Vec::fma(Vec::load(args.scores + static_cast<ptrdiff_t>(row) * kLda + start + t), Vec::load(s.offsets + t), part);
+            }
+            const Vec::F shift = Vec::set1(Vec::reduce_add(part)), scale = Vec::set1(weight_scale[row]);
+            float* out = args.out + row * args.out_stride;
+            for (int d = 0; d < dim; d += W) {
+                const Vec::F x = Vec::fma(Vec::from_ints(Vec::load_ints(s.sums + row * kChunk + d)), scale, shift);
+                Vec::store(out + d, Vec::fma(x, Vec::load(s.channels + d), Vec::load(out + d)));
+            }
+        }
+    });
+    for (int r = 0; !by_channel && r < args.rows; ++r) {
+        for (int g = 0; g < groups; ++g) {
+            const Vec::F scale = Vec::set1(weight_scale[g * args.rows + r]), shift = Vec::set1(offset[g * args.rows + r]);
+            for (int d = g * width; d < (g + 1) * width; d += W) {
+                const Vec::F x = Vec::from_ints(Vec::load_ints(s.sums + r * kChunk + d));
+                Vec::store(args.out + r * args.out_stride + d, Vec::fma(x, scale, shift));
+            }
+        }
+    }
+}
+
+// Either plane may be raw, of storage type T.
+template <class T>
+void coded_chunk(const ChunkArgs& args) {
+    const CodedScratch scratch(args);
+    const Format& format = *args.format;
+    if (format.k_codes.bits != 0) {
+        coded_scores(args, scratch);
+    } else {
+        for (int i = 0; i < args.count; ++i) segment_scores<T>(args, args.segments[i]);
+    }
+    const int begin = args.first / Vec::W * Vec::W, end = (args.end + Vec::W - 1) / Vec::W * Vec::W;
+    for (int row = 0; row < args.rows; ++row) softmax_row<T>(args, row, begin, end);
+    if (format.v_codes.bits != 0) return coded_outputs(args, scratch, begin, end);
+    for (int row = 0; row < args.rows; ++row) {
+        __builtin_memset(args.out + row * args.out_stride, 0, format.v_dim * sizeof(float));
+    }
+    for (int i = 0; i < args.count; ++i) segment_outputs<T>(args, args.segments[i], true);
+}
+
+}  // namespace kvloom::KVLOOM_ISA

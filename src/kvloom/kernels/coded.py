@@ -1,0 +1,33 @@
+"""What the native kernels must know of a plane of integer codes (csrc/coded.h)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CodedPlane:
+    """One plane's codes and what undoes them: ``value = (level + center) * scale + offset``.
+
+    Bytes are counted from the plane's start, -1 where a plane has no such field; all numbers are
+    float16. Scales and offsets belong to tokens ([block_size, token_groups], each for dim /
+    token_groups channels) or to the block's channels ([dim]).
+
+    ``turn`` float32 [dim, dim] is the rotation: coded rows are ``row @ turn``, so queries are
+    multiplied by it before, outputs by its transpose after. ``means`` float32 [layers, heads, dim] were
+    taken off every row before coding (keys only): the run's log-sum-exp lacks ``scale * q·mean``.
+    """
+
+    bits: int
+    levels: tuple[int, ...]
+    center: float
+    codes: tuple[int, ...]
+    token_groups: int = 1
+    token_scale: int = -1
+    token_offset: int = -1
+    channel_scale: int = -1
+    channel_offset: int = -1
+    turn: torch.Tensor | None = None
+    means: torch.Tensor | None = None
