@@ -21,8 +21,15 @@ auto pointer(T StepLayer::*member) {
 
 void step_run(Step& step, uintptr_t ids, uintptr_t positions, int tokens, const std::vector<std::pair<uintptr_t, uintptr_t>>& ropes,
               int rotary_channels, const std::vector<const Format*>& formats, const std::vector<const Batch*>& batches,
-              uintptr_t rows, int num_rows, uintptr_t logits) {
+              const std::vector<Encoding>& encodings, nb::object encode, uintptr_t rows, int num_rows, uintptr_t logits) {
     StepInput input{};
+    input.encodings = encodings;
+    if (!encode.is_none()) {
+        input.encode = [&encode](int layer) {
+            nb::gil_scoped_acquire acquire;
+            encode(layer);
+        };
+    }
     input.ids = address<const int64_t>(ids);
     input.positions = address<const int64_t>(positions);
     input.tokens = tokens;
@@ -79,6 +86,12 @@ void bind_step(nb::module_& m) {
         .def_rw("window", &StepLayer::window)
         .def_rw("scale", &StepLayer::scale)
         .def_rw("softcap", &StepLayer::softcap);
+    nb::class_<Encoding>(m, "Encoding", "How the layers of a group read encoded blocks; matrices by address.")
+        .def("__init__", [](Encoding* self, int storage, int sinks, int recents, uintptr_t query_turn,
+                            uintptr_t output_turn, uintptr_t means) {
+            new (self) Encoding{storage, sinks, recents, address<const float>(query_turn),
+                                address<const float>(output_turn), address<const float>(means)};
+        });
     nb::class_<Step>(m, "Step", "A decoder's whole forward pass; not for several threads at once.")
         .def("__init__",
              [](Step* self, const std::string& variant, int num_threads, uintptr_t gomp_parallel, int hidden,
@@ -101,7 +114,9 @@ void bind_step(nb::module_& m) {
             step.set_head(head, address<const float>(norm));
         })
         .def("add_layer", &Step::add_layer)
-        .def("run", &step_run)
+        .def("run", &step_run, nb::arg("ids"), nb::arg("positions"), nb::arg("tokens"), nb::arg("ropes"),
+             nb::arg("rotary_channels"), nb::arg("formats"), nb::arg("batches"), nb::arg("encodings"),
+             nb::arg("encode").none(), nb::arg("rows"), nb::arg("num_rows"), nb::arg("logits"))
         .def("take_times", [](Step& step) {
             const Step::Times times = step.take_times();
             nb::dict found;

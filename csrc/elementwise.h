@@ -73,6 +73,36 @@ static void pack_row(const float* from, int count, void* row, ptrdiff_t chunk_st
     }
 }
 
+static void row_matrix(const float* x, const float* matrix, int rows, int columns, float* out) {
+    constexpr int W = Vec::W;
+    int c = 0;
+    for (; c + 4 * W <= columns; c += 4 * W) {
+        Vec::F sums[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+        for (int r = 0; r < rows; ++r) {
+            const Vec::F factor = Vec::set1(x[r]);
+            const float* from = matrix + static_cast<ptrdiff_t>(r) * columns + c;
+            for (int v = 0; v < 4; ++v) sums[v] = Vec::fma(factor, Vec::load(from + v * W), sums[v]);
+        }
+        for (int v = 0; v < 4; ++v) Vec::store(out + c + v * W, sums[v]);
+    }
+    for (; c < columns; ++c) {
+        float sum = 0.0f;
+        for (int r = 0; r < rows; ++r) sum += x[r] * matrix[static_cast<ptrdiff_t>(r) * columns + c];
+        out[c] = sum;
+    }
+}
+
+static void scaled(const float* x, float weight, int count, bool accumulate, float* out) {
+    constexpr int W = Vec::W;
+    const Vec::F factor = Vec::set1(weight);
+    int i = 0;
+    for (; i + W <= count; i += W) {
+        const Vec::F base = accumulate ? Vec::load(out + i) : Vec::zero();
+        Vec::store(out + i, Vec::fma(Vec::load(x + i), factor, base));
+    }
+    for (; i < count; ++i) out[i] = x[i] * weight + (accumulate ? out[i] : 0.0f);
+}
+
 // gate = act(gate) * up over one panel of columns.
 static void gate(float* gates, const float* ups, int count, Activation activation) {
     for (int i = 0; i < count; i += Vec::W) {

@@ -226,6 +226,7 @@ static void finish(const FinishArgs& args) {
 static const KernelTable table = {Vec::kDot, pack,     pack_latent,
                                   Chooser<Vec>::chunk, fold, finish,
                                   kPanel,    LinearChooser<Vec>::panel, rms_norm,
-                                  rotate,    gate,     pack_row};
+                                  rotate,    gate,     pack_row,
+                                  row_matrix, scaled};
 
 }  // namespace kvloom::KVLOOM_ISA

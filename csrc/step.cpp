@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <stdexcept>
 
 #include "convert.h"
@@ -19,6 +20,11 @@ constexpr int kMostPanels = 8, kRunsPerThread = 6;
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+const Encoding* encoding_of(const StepInput& input, int group) {
+    if (input.encodings.empty() || input.encodings[group].storage < 0) return nullptr;
+    return &input.encodings[group];
 }
 
 int chunks_of(int inner) { return (inner + kChunk - 1) / kChunk; }
@@ -124,20 +130,40 @@ void Step::run(const StepInput& input) {
     last_ = now();
     plan(input);
     embed(input);
-    for (const StepLayer& each_layer : layers_) layer(each_layer, input);
+    for (size_t index = 0; index < layers_.size(); ++index) layer(static_cast<int>(index), input);
     logits(input);
 }
 
 void Step::plan(const StepInput& input) {
-    plans_.resize(input.batches.size());
-    std::vector<bool> made(plans_.size(), false);
+    size_t groups = 0;
+    for (const StepLayer& layer : layers_) groups = std::max(groups, static_cast<size_t>(layer.group) + 1);
+    for (auto* plans : {&plans_, &sink_plans_, &encoded_plans_}) plans->resize(groups);
+    std::vector<bool> made(groups, false);
     for (const StepLayer& layer : layers_) {
-        if (made[layer.group]) continue;
+        const int group = layer.group;
+        if (made[group]) continue;
+        made[group] = true;
+        const auto make = [&](AttentionPlan& plan, int storage, const KeyBounds& keys) {
+            plan.make(*input.formats[storage], input.batches[storage], keys, layer.query_heads, false, parallel_.num_threads());
+        };
         KeyBounds keys;
         keys.window = layer.window;
-        plans_[layer.group].make(*input.formats[layer.group], input.batches[layer.group], keys, layer.query_heads,
-                                 false, parallel_.num_threads());
-        made[layer.group] = true;
+        const Encoding* encoding = encoding_of(input, group);
+        if (encoding == nullptr) {
+            make(plans_[group], group, keys);
+            continue;
+        }
+        keys.max_lag = encoding->recents;
+        make(plans_[group], group, keys);
+        keys.max_lag = -1;
+        keys.min_lag = encoding->recents + 1;
+        if (encoding->sinks > 0) {
+            keys.end_block = encoding->sinks;
+            make(sink_plans_[group], group, keys);
+            keys.end_block = -1;
+            keys.first_block = encoding->sinks;
+        }
+        make(encoded_plans_[group], encoding->storage, keys);
     }
     lap(Phase::attention);
 }
@@ -202,7 +228,8 @@ void Step::add_residual(const float* norm, int tokens) {
     lap(Phase::rest);
 }
 
-void Step::layer(const StepLayer& layer, const StepInput& input) {
+void Step::layer(int index, const StepInput& input) {
+    const StepLayer& layer = layers_[index];
     const int tokens = input.tokens, hidden = shape_.hidden, panel = kernels_.panel;
     float* x = grow(x_, 0);
     float* out = grow(out_, static_cast<size_t>(tokens) * hidden);
@@ -225,7 +252,7 @@ void Step::layer(const StepLayer& layer, const StepInput& input) {
 
     norm_pack(x, layer.input_norm, nullptr, tokens);
     lap(Phase::rest);
-    attention(layer, input);
+    attention(index, input);
     const int attended_width = layer.o.inner;
     void* packed = activations(packed_, tokens, attended_width);
     const float* attended = grow(attended_, 0);
@@ -255,7 +282,8 @@ void Step::layer(const StepLayer& layer, const StepInput& input) {
 }
 
 // Queries, keys and values of packed_; keys and values into the cache; attention into attended_.
-void Step::attention(const StepLayer& layer, const StepInput& input) {
+void Step::attention(int index, const StepInput& input) {
+    const StepLayer& layer = layers_[index];
     const Format& format = *input.formats[layer.group];
     const int tokens = input.tokens, panel = kernels_.panel, width = layer.qkv.outputs;
     const int keys_at = layer.query_heads * format.k_dim, values_at = keys_at + format.num_heads * format.k_dim;
@@ -306,8 +334,86 @@ void Step::attention(const StepLayer& layer, const StepInput& input) {
     attention.softcap = layer.softcap;
     attention.sinks = layer.sinks;
     attention.keys.window = layer.window;
-    attend(kernels_, plans_[layer.group], batch.layer_offset, attention, parallel_);
+    if (encoding_of(input, layer.group) == nullptr) {
+        attend(kernels_, plans_[layer.group], batch.layer_offset, attention, parallel_);
+    } else {
+        if (input.encode) input.encode(index);
+        attend_encoded(layer, input, attention);
+    }
     lap(Phase::attention);
+}
+
+// Attends raw recents, raw sinks and encoded blocks, and merges them by their log-sum-exps.
+void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attention& attention) {
+    const Encoding& encoding = *encoding_of(input, layer.group);
+    const Format &raw = *input.formats[layer.group], &coded = *input.formats[encoding.storage];
+    const int tokens = input.tokens, heads = layer.query_heads, k_dim = raw.k_dim, v_dim = raw.v_dim;
+    const size_t rows = static_cast<size_t>(tokens) * heads;
+    float* const out = static_cast<float*>(attention.out);
+    float* const lse = grow(lse_, 3 * rows);
+    float* const parts = grow(part_, 2 * rows * v_dim);  // sinks', encoded
+    const int64_t raw_offset = layer.place * raw.layer_bytes;
+
+    attention.lse = lse;
+    attend(kernels_, plans_[layer.group], raw_offset, attention, parallel_);
+    if (encoding.sinks > 0) {
+        attention.out = parts;
+        attention.lse = lse + rows;
+        attend(kernels_, sink_plans_[layer.group], raw_offset, attention, parallel_);
+    }
+    // Queries as codes are read: fp32, turned as keys were.
+    const float* queries = grow(qkv_, 0);
+    Attention encoded = attention;
+    encoded.q = queries;
+    encoded.q_dtype = DType::f32;
+    encoded.q_token_stride = layer.qkv.outputs;
+    encoded.q_head_stride = k_dim;
+    if (encoding.query_turn != nullptr) {
+        float* const turned = grow(turned_, rows * k_dim);
+        each(tokens, tokens > kSmallRows, [&](int t) {
+            for (int head = 0; head < heads; ++head) {
+                kernels_.row_matrix(queries + static_cast<ptrdiff_t>(t) * layer.qkv.outputs + head * k_dim,
+                                    encoding.query_turn, k_dim, k_dim, turned + (static_cast<ptrdiff_t>(t) * heads + head) * k_dim);
+            }
+        });
+        encoded.q = turned;
+        encoded.q_token_stride = static_cast<int64_t>(heads) * k_dim;
+    }
+    encoded.out = parts + rows * v_dim;
+    encoded.lse = lse + 2 * rows;
+    attend(kernels_, encoded_plans_[layer.group], layer.place * coded.layer_bytes, encoded, parallel_);
+
+    const int group = heads / raw.num_heads;
+    each(tokens, tokens > kSmallRows, [&](int t) {
+        float back[kMaxDim];
+        for (int head = 0; head < heads; ++head) {
+            const size_t row = static_cast<size_t>(t) * heads + head;
+            float encoded_lse = lse[2 * rows + row];
+            if (encoding.means != nullptr && encoded_lse > -__builtin_inff()) {
+                const float* mean = encoding.means + (layer.place * raw.num_heads + head / group) * k_dim;
+                const float* query = queries + static_cast<ptrdiff_t>(t) * layer.qkv.outputs + head * k_dim;
+                float sum = 0.0f;
+                for (int d = 0; d < k_dim; ++d) sum += query[d] * mean[d];
+                encoded_lse += layer.scale * sum;
+            }
+            const float sink_lse = encoding.sinks > 0 ? lse[rows + row] : -__builtin_inff();
+            // Recents hold the query's own key: there is always one.
+            const float top = std::max(lse[row], std::max(sink_lse, encoded_lse));
+            const float recent = std::exp(lse[row] - top), sink = std::exp(sink_lse - top), code = std::exp(encoded_lse - top);
+            const float by = 1.0f / (recent + sink + code);
+            float* to = out + row * v_dim;
+            kernels_.scaled(to, recent * by, v_dim, false, to);
+            if (sink > 0.0f) kernels_.scaled(parts + row * v_dim, sink * by, v_dim, true, to);
+            if (code > 0.0f) {
+                const float* from = parts + (rows + row) * v_dim;
+                if (encoding.output_turn != nullptr) {
+                    kernels_.row_matrix(from, encoding.output_turn, v_dim, v_dim, back);
+                    from = back;
+                }
+                kernels_.scaled(from, code * by, v_dim, true, to);
+            }
+        }
+    });
 }
 
 void Step::logits(const StepInput& input) {

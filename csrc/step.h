@@ -3,6 +3,7 @@
 // where they enter a product. See docs/native-step.md.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,6 +34,18 @@ struct StepLayer {
     float scale = 1.0f, softcap = 0.0f;
 };
 
+// How the layers of a group read their encoded blocks (core/storage.py): blocks before `sinks` and the last
+// `recents` before a query's own are raw, the others are in storage group `storage`.
+struct Encoding {
+    int storage = -1;  // -1: nothing is encoded
+    int sinks = 0, recents = 0;
+    // [dim][dim], or null: what queries are multiplied with before, outputs after.
+    const float* query_turn = nullptr;
+    const float* output_turn = nullptr;
+    // [places][KV heads][dim], taken off keys before they were encoded, or null.
+    const float* means = nullptr;
+};
+
 struct StepShape {
     int hidden = 0, intermediate = 0, vocab = 0;
     float eps = 1e-6f;
@@ -48,8 +61,10 @@ struct StepInput {
     // Per table: [positions, rotary channels] cosines and sines.
     std::vector<std::pair<const float*, const float*>> ropes;
     int rotary_channels;
-    std::vector<const Format*> formats;  // per layer group
+    std::vector<const Format*> formats;  // per storage group, the layer groups first
     std::vector<Batch> batches;
+    std::vector<Encoding> encodings;        // per layer group, or empty
+    std::function<void(int layer)> encode;  // encodes what the layer's queries read encoded; or empty
     const int64_t* rows;  // whose logits are wanted
     int num_rows;
     float* logits;  // [num_rows, vocab]
@@ -79,8 +94,9 @@ private:
 
     void plan(const StepInput& input);
     void embed(const StepInput& input);
-    void layer(const StepLayer& layer, const StepInput& input);
-    void attention(const StepLayer& layer, const StepInput& input);
+    void layer(int index, const StepInput& input);
+    void attention(int index, const StepInput& input);
+    void attend_encoded(const StepLayer& layer, const StepInput& input, Attention& attention);
     void logits(const StepInput& input);
     void norm_pack(const float* x, const float* weight, const int64_t* rows, int count);
     void add_residual(const float* norm, int tokens);
@@ -102,7 +118,9 @@ private:
     DType embedding_dtype_ = DType::f32;
 
     std::vector<float> x_, qkv_, attended_, out_, packed_, gated_;
-    std::vector<AttentionPlan> plans_;  // per layer group, for the batch at hand
+    // Per layer group, for the batch at hand: all keys, or raw recents, raw sinks and encoded.
+    std::vector<AttentionPlan> plans_, sink_plans_, encoded_plans_;
+    std::vector<float> part_, turned_, lse_;
     std::vector<uint16_t> queries_;  // bf16, for kernels that multiply pairs
     Times times_;
     double last_ = 0;

@@ -153,6 +153,10 @@ struct KernelTable {
     void (*rotate)(float* x, const float* cosines, const float* sines, int half);
     void (*gate)(float* gates, const float* ups, int count, Activation activation);
     void (*pack_row)(const float* from, int count, void* row, ptrdiff_t chunk_stride, int column, bool dot);
+    // out [columns] = x [rows] times matrix [rows][columns]; not in place.
+    void (*row_matrix)(const float* x, const float* matrix, int rows, int columns, float* out);
+    // out (+)= weight * x over `count` numbers.
+    void (*scaled)(const float* x, float weight, int count, bool accumulate, float* out);
 };
 
 }  // namespace kvloom

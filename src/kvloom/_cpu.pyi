@@ -1,5 +1,7 @@
 """Native kernels, for ``kvloom.kernels`` and ``kvloom.models.native``. Addresses and strides are plain integers."""
 
+from collections.abc import Callable
+
 MIN_DIM: int
 MAX_DIM: int
 MAX_LATENT_DIM: int
@@ -145,6 +147,11 @@ class StepLayer:
     def set_mlp_out_norm(self, weight: int, /) -> None: ...
     def set_sinks(self, logits: int, /) -> None: ...
 
+class Encoding:
+    def __init__(
+        self, storage: int, sinks: int, recents: int, query_turn: int, output_turn: int, means: int, /
+    ) -> None: ...
+
 class Step:
     def __init__(
         self,
@@ -173,6 +180,8 @@ class Step:
         rotary_channels: int,
         formats: list[Format],
         batches: list[Batch],
+        encodings: list[Encoding],
+        encode: Callable[[int], None] | None,
         rows: int,
         num_rows: int,
         logits: int,

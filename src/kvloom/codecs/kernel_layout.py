@@ -67,7 +67,7 @@ class KernelLayout:
         for index, width in enumerate(plane_widths(self._bits)):
             part = self._pairs((codes >> shift) & ((1 << width) - 1))
             per_byte = 8 // width
-            rows = part.unflatten(2, (part.shape[2] // per_byte, per_byte))
+            rows = part.reshape(*part.shape[:2], -1, per_byte, *part.shape[3:])
             packed = rows[:, :, :, 0].clone()
             for slot in range(1, per_byte):
                 packed |= rows[:, :, :, slot] << (slot * width)
@@ -84,7 +84,7 @@ class KernelLayout:
         for index, width in enumerate(plane_widths(self._bits)):
             per_byte = 8 // width
             units = self.block_size if self._keys else self.dim
-            packed = fields[f"codes.{index}"].flatten(2).unflatten(2, (-1, 1, units, 2))
+            packed = fields[f"codes.{index}"].reshape(*fields["codes.0"].shape[:2], -1, 1, units, 2)
             slots = torch.cat([(packed >> (slot * width)) & ((1 << width) - 1) for slot in range(per_byte)], dim=3)
             part = self._plain(slots.flatten(2)) << shift
             total = part if total is None else total | part
@@ -94,15 +94,19 @@ class KernelLayout:
 
     def _pairs(self, codes: torch.Tensor) -> torch.Tensor:
         """[N, heads, pairs, units, 2] from [N, heads, block_size, dim]."""
+        n, heads = codes.shape[:2]
         if self._keys:
-            return codes.unflatten(3, (self.dim // 2, 2)).transpose(2, 3).contiguous()
-        return codes.unflatten(2, (self.block_size // 2, 2)).transpose(3, 4).contiguous()
+            return codes.reshape(n, heads, self.block_size, self.dim // 2, 2).transpose(2, 3).contiguous()
+        return codes.reshape(n, heads, self.block_size // 2, 2, self.dim).transpose(3, 4).contiguous()
 
     def _plain(self, flat: torch.Tensor) -> torch.Tensor:
         """[N, heads, block_size, dim] from the elements of ``_pairs``, flat."""
+        n, heads = flat.shape[:2]
         if self._keys:
-            return flat.unflatten(2, (self.dim // 2, self.block_size, 2)).transpose(2, 3).flatten(3).contiguous()
-        return flat.unflatten(2, (self.block_size // 2, self.dim, 2)).transpose(3, 4).flatten(2, 3).contiguous()
+            pairs = flat.reshape(n, heads, self.dim // 2, self.block_size, 2).transpose(2, 3)
+        else:
+            pairs = flat.reshape(n, heads, self.block_size // 2, self.dim, 2).transpose(3, 4)
+        return pairs.reshape(n, heads, self.block_size, self.dim)
 
     def _describe(self, levels: Sequence[int], center: float) -> CodedPlane:
         offsets = {field.name: field.offset for field in self.layout.fields}
@@ -123,8 +127,11 @@ class KernelLayout:
             center=center,
             codes=tuple(offset for name, offset in offsets.items() if name.startswith("codes")),
             token_groups=groups,
+            token_scale=found.get("token_scale", -1),
+            token_offset=found.get("token_offset", -1),
+            channel_scale=found.get("channel_scale", -1),
+            channel_offset=found.get("channel_offset", -1),
             turn=turn,
-            **found,
         )
 
 

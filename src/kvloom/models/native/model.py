@@ -174,6 +174,8 @@ class NativeModel(nn.Module):
             self._angles[0][0].shape[-1],
             formats,
             batches,
+            [],
+            None,
             rows.data_ptr(),
             len(rows),
             logits.data_ptr(),
