@@ -1,6 +1,6 @@
 // Attention over encoded blocks of integer codes, read without expanding them to memory.
 //
-// A block's codes become int16 levels in the first-level cache, once for all query rows of a tile;
+// A block's codes become int16 levels in registers, or for more than a few query rows in the first-level cache;
 // queries and softmax weights become int16 with one scale per row, and products are exact int32 sums
 // of pairs. So sums do not depend on their order, and a row's bits on nothing but its query and keys.
 // Scales and offsets of tokens are folded into scores and weights, those of channels into the query.
@@ -14,64 +14,73 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// Pairs of levels in `rows` rows of `units` pairs, from planes as above. `next` is fetched meanwhile.
-template <int BITS>
-void decode_levels(const unsigned char* block, const CodedPlane& plane, int rows, int units, const unsigned char* next,
-                   int16_t* out) {
+// Calls f(levels, row, column) with every vector of level pairs of `rows` rows of `units` pairs, which lie in
+// planes as above; columns in bytes, rows in ascending order for each column. `next` is fetched meanwhile.
+template <int BITS, class F>
+[[gnu::always_inline]] inline void each_levels(const unsigned char* block, const CodedPlane& plane, int rows, int units, int from, int to,
+                 const unsigned char* next, F&& f) {
     using B = typename Vec::Bytes;
-    const B levels = Vec::table(plane.levels);
     const int row_bytes = 2 * units;
-    const unsigned char* low = block + plane.codes[0];
-    const unsigned char* ahead = next != nullptr ? next + plane.codes[0] : nullptr;
-    if constexpr (BITS == 8) {
-        for (int at = 0; at < rows * row_bytes; at += Vec::kBytes) {
-            if (ahead != nullptr) __builtin_prefetch(ahead + at);
-            Vec::widen(Vec::load_bytes(low + at), out + at);
-        }
-    } else if constexpr (BITS == 4) {
-        for (int row = 0; row < rows; row += 2, low += row_bytes, out += 2 * row_bytes) {
-            for (int at = 0; at < row_bytes; at += Vec::kBytes) {
-                if (ahead != nullptr) __builtin_prefetch(ahead + row / 2 * row_bytes + at);
-                const B codes = Vec::load_bytes(low + at);
-                Vec::widen(Vec::look_up(levels, Vec::template bits<0, 15>(codes)), out + at);
-                Vec::widen(Vec::look_up(levels, Vec::template bits<4, 15>(codes)), out + row_bytes + at);
+    const B levels = Vec::table(plane.levels);
+    for (int at = from; at < to; at += Vec::kBytes) {
+        const unsigned char* low = block + plane.codes[0] + at;
+        const unsigned char* ahead = next != nullptr ? next + plane.codes[0] + at : nullptr;
+        const auto fetch = [&](const unsigned char* p) __attribute__((always_inline)) {
+            if (ahead != nullptr) __builtin_prefetch(p);
+        };
+        const auto level = [&](B codes) { return Vec::look_up(levels, codes); };
+        if constexpr (BITS == 8) {
+            for (int row = 0; row < rows; ++row, low += row_bytes) {
+                fetch(ahead + row * row_bytes);
+                f(Vec::load_bytes(low), row, at);
             }
-        }
-    } else if constexpr (BITS == 2) {
-        for (int row = 0; row < rows; row += 4, low += row_bytes, out += 4 * row_bytes) {
-            for (int at = 0; at < row_bytes; at += Vec::kBytes) {
-                if (ahead != nullptr) __builtin_prefetch(ahead + row / 4 * row_bytes + at);
-                const B codes = Vec::load_bytes(low + at);
-                Vec::widen(Vec::look_up(levels, Vec::template bits<0, 3>(codes)), out + at);
-                Vec::widen(Vec::look_up(levels, Vec::template bits<2, 3>(codes)), out + row_bytes + at);
-                Vec::widen(Vec::look_up(levels, Vec::template bits<4, 3>(codes)), out + 2 * row_bytes + at);
-                Vec::widen(Vec::look_up(levels, Vec::template bits<6, 3>(codes)), out + 3 * row_bytes + at);
+        } else if constexpr (BITS == 4) {
+            for (int row = 0; row < rows; row += 2, low += row_bytes) {
+                fetch(ahead + row / 2 * row_bytes);
+                const B codes = Vec::load_bytes(low);
+                f(level(Vec::template bits<0, 15>(codes)), row, at);
+                f(level(Vec::template bits<4, 15>(codes)), row + 1, at);
             }
-        }
-    } else {
-        const unsigned char* high = block + plane.codes[1];
-        const unsigned char* high_ahead = next != nullptr ? next + plane.codes[1] : nullptr;
-        const auto one = [&](B two, B top, int16_t* to) { Vec::widen(Vec::look_up(levels, Vec::either(two, top)), to); };
-        for (int row = 0; row < rows; row += 8, low += 2 * row_bytes, high += row_bytes, out += 8 * row_bytes) {
-            for (int at = 0; at < row_bytes; at += Vec::kBytes) {
-                if (ahead != nullptr) {
-                    __builtin_prefetch(ahead + row / 4 * row_bytes + at);
-                    __builtin_prefetch(ahead + (row / 4 + 1) * row_bytes + at);
-                    __builtin_prefetch(high_ahead + row / 8 * row_bytes + at);
-                }
-                const B first = Vec::load_bytes(low + at), second = Vec::load_bytes(low + row_bytes + at);
-                const B top = Vec::load_bytes(high + at);
-                one(Vec::template bits<0, 3>(first), Vec::template bits_up<2, 4>(top), out + at);
-                one(Vec::template bits<2, 3>(first), Vec::template bits_up<1, 4>(top), out + row_bytes + at);
-                one(Vec::template bits<4, 3>(first), Vec::template bits<0, 4>(top), out + 2 * row_bytes + at);
-                one(Vec::template bits<6, 3>(first), Vec::template bits<1, 4>(top), out + 3 * row_bytes + at);
-                one(Vec::template bits<0, 3>(second), Vec::template bits<2, 4>(top), out + 4 * row_bytes + at);
-                one(Vec::template bits<2, 3>(second), Vec::template bits<3, 4>(top), out + 5 * row_bytes + at);
-                one(Vec::template bits<4, 3>(second), Vec::template bits<4, 4>(top), out + 6 * row_bytes + at);
-                one(Vec::template bits<6, 3>(second), Vec::template bits<5, 4>(top), out + 7 * row_bytes + at);
+        } else if constexpr (BITS == 2) {
+            for (int row = 0; row < rows; row += 4, low += row_bytes) {
+                fetch(ahead + row / 4 * row_bytes);
+                const B codes = Vec::load_bytes(low);
+                f(level(Vec::template bits<0, 3>(codes)), row, at);
+                f(level(Vec::template bits<2, 3>(codes)), row + 1, at);
+                f(level(Vec::template bits<4, 3>(codes)), row + 2, at);
+                f(level(Vec::template bits<6, 3>(codes)), row + 3, at);
+            }
+        } else {
+            const unsigned char* high = block + plane.codes[1] + at;
+            const auto both = [&](B two, B top) { return level(Vec::either(two, top)); };
+            for (int row = 0; row < rows; row += 8, low += 2 * row_bytes, high += row_bytes) {
+                fetch(ahead + row / 4 * row_bytes);
+                fetch(ahead + (row / 4 + 1) * row_bytes);
+                fetch(ahead + plane.codes[1] - plane.codes[0] + row / 8 * row_bytes);
+                const B first = Vec::load_bytes(low), second = Vec::load_bytes(low + row_bytes);
+                const B top = Vec::load_bytes(high);
+                f(both(Vec::template bits<0, 3>(first), Vec::template bits_up<2, 4>(top)), row, at);
+                f(both(Vec::template bits<2, 3>(first), Vec::template bits_up<1, 4>(top)), row + 1, at);
+                f(both(Vec::template bits<4, 3>(first), Vec::template bits<0, 4>(top)), row + 2, at);
+                f(both(Vec::template bits<6, 3>(first), Vec::template bits<1, 4>(top)), row + 3, at);
+                f(both(Vec::template bits<0, 3>(second), Vec::template bits<2, 4>(top)), row + 4, at);
+                f(both(Vec::template bits<2, 3>(second), Vec::template bits<3, 4>(top)), row + 5, at);
+                f(both(Vec::template bits<4, 3>(second), Vec::template bits<4, 4>(top)), row + 6, at);
+                f(both(Vec::template bits<6, 3>(second), Vec::template bits<5, 4>(top)), row + 7, at);
             }
         }
     }
+}
+
+// All levels as int16 pairs, [rows][units][2].
+template <int BITS>
+void decode_levels(const unsigned char* block, const CodedPlane& plane, int rows, int units, const unsigned char* next,
+                   int16_t* out) {
+    each_levels<BITS>(block, plane, rows, units, 0, 2 * units, next, [&](typename Vec::Bytes x, int row, int at) __attribute__((always_inline)) {
+        int16_t* to = out + static_cast<ptrdiff_t>(row) * 2 * units + at;
+        Vec::store_ints(to, Vec::widen_low(x));
+        Vec::store_ints(to + Vec::kBytes / 2, Vec::widen_high(x));
+    });
 }
 
 static void decode(const unsigned char* block, const CodedPlane& plane, int rows, int units, const unsigned char* next,
@@ -156,6 +165,60 @@ static void levels_product(int rows, int columns, const Levels& o) {
     }
 }
 
+// The same product for few rows straight from the codes: columns [from, to) in bytes of all `steps` rows of levels.
+template <int BITS, int ROWS>
+void direct_tile(const unsigned char* block, const CodedPlane& plane, int steps, int units, int from, int to,
+                 const unsigned char* next, const Levels& o) {
+    using I = typename Vec::I;
+    for (int at = from; at < to; at += Vec::kBytes) {
+        I acc[ROWS][2];
+        int32_t* c = o.c + (at - from) / 2;
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+            acc[r][0] = o.accumulate ? Vec::load_ints(c + r * o.c_stride) : Vec::zero_ints();
+            acc[r][1] = o.accumulate ? Vec::load_ints(c + r * o.c_stride + Vec::W) : Vec::zero_ints();
+        }
+        each_levels<BITS>(block, plane, steps, units, at, at + Vec::kBytes, next, [&](typename Vec::Bytes x, int step, int) __attribute__((always_inline)) {
+            const I low = Vec::widen_low(x), high = Vec::widen_high(x);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                int32_t pair;
+                __builtin_memcpy(&pair, o.a + r * o.a_stride + 2 * step, 4);
+                acc[r][0] = Vec::add_pairs(acc[r][0], low, pair);
+                acc[r][1] = Vec::add_pairs(acc[r][1], high, pair);
+            }
+        });
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+            Vec::store_ints(c + r * o.c_stride, acc[r][0]);
+            Vec::store_ints(c + r * o.c_stride + Vec::W, acc[r][1]);
+        }
+    }
+}
+
+static constexpr int kDirectRows = 4;
+
+template <int BITS>
+void direct_rows(int rows, const unsigned char* block, const CodedPlane& plane, int steps, int units, int from, int to,
+                 const unsigned char* next, const Levels& o) {
+    switch (rows) {
+        case 1: return direct_tile<BITS, 1>(block, plane, steps, units, from, to, next, o);
+        case 2: return direct_tile<BITS, 2>(block, plane, steps, units, from, to, next, o);
+        case 3: return direct_tile<BITS, 3>(block, plane, steps, units, from, to, next, o);
+        default: return direct_tile<BITS, 4>(block, plane, steps, units, from, to, next, o);
+    }
+}
+
+static void direct_product(int rows, const unsigned char* block, const CodedPlane& plane, int steps, int units, int from,
+                           int to, const unsigned char* next, const Levels& o) {
+    switch (plane.bits) {
+        case 8: return direct_rows<8>(rows, block, plane, steps, units, from, to, next, o);
+        case 4: return direct_rows<4>(rows, block, plane, steps, units, from, to, next, o);
+        case 3: return direct_rows<3>(rows, block, plane, steps, units, from, to, next, o);
+        default: return direct_rows<2>(rows, block, plane, steps, units, from, to, next, o);
+    }
+}
+
 // x [count] as int16 with the scale that undoes it; count is a multiple of the vector's width.
 static float quantise_row(const float* x, int count, int16_t* to) {
     Vec::F top = Vec::zero();
@@ -219,9 +282,13 @@ static void by_group(const float* from, int tokens, int groups, float* to) {
 }
 
 // Scales (and offsets, where there are any) of a block's tokens, one run per group.
-static void token_numbers(const unsigned char* block, const CodedPlane& plane, int size, float* spare, float* scales,
-                          float* offsets) {
+static void token_numbers(const unsigned char* block, const CodedPlane& plane, int size, const unsigned char* next,
+                          float* spare, float* scales, float* offsets) {
     const int groups = plane.token_groups;
+    for (int at = 0; next != nullptr && at < 2 * size * groups; at += 64) {
+        if (plane.token_scale >= 0) __builtin_prefetch(next + plane.token_scale + at);
+        if (plane.token_offset >= 0) __builtin_prefetch(next + plane.token_offset + at);
+    }
     const auto read = [&](int at, float* to) {
         if (groups == 1) return halves(block + at, size, to);
         halves(block + at, size * groups, spare);
@@ -256,8 +323,9 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
         const Segment& segment = args.segments[i];
         const unsigned char* const* block = segment.blocks;
         for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
-            decode(*block, plane, dim / 2, size, block[1], s.levels);
-            token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
+            const bool direct = segment.rows <= kDirectRows && groups == 1;
+            if (!direct) decode(*block, plane, dim / 2, size, block[1], s.levels);
+            token_numbers(*block, plane, size, block[1], s.spare, s.scales, s.offsets);
             for (int g = 0; g < groups; ++g) {
                 const int width = dim / groups;
                 for (int r = segment.row; by_channel && r < segment.row + segment.rows; ++r) {
@@ -275,7 +343,11 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
                 o.c = s.sums;
                 o.c_stride = size;
                 o.accumulate = false;
-                levels_product(segment.rows, size, o);
+                if (direct) {
+                    direct_product(segment.rows, *block, plane, dim / 2, size, 0, 2 * size, block[1], o);
+                } else {
+                    levels_product(segment.rows, size, o);
+                }
                 if (by_channel && plane.channel_offset >= 0) {
                     halves(*block + plane.channel_scale, dim, s.scaled);
                     halves(*block + plane.channel_offset, dim, s.channels);
@@ -329,7 +401,7 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
     for (int g = 0; g < groups; ++g) {
         for (int r = 0; r < args.rows; ++r) __builtin_memset(products + r * kChunk, 0, kChunk * sizeof(float));
         each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
-            token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
+            token_numbers(*block, plane, size, block[1], s.spare, s.scales, s.offsets);
             for (int row = segment.row; row < segment.row + segment.rows; ++row) {
                 const float* weights = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
                 Vec::F sum = Vec::zero();
@@ -350,7 +422,8 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
         __builtin_memset(by_channel ? static_cast<void*>(args.out + r * args.out_stride) : s.sums + r * kChunk, 0, dim * 4);
     }
     each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
-        decode(*block, plane, size / 2, dim, block[1], s.levels);
+        const bool direct = segment.rows <= kDirectRows && 2 * width % Vec::kBytes == 0;
+        if (!direct) decode(*block, plane, size / 2, dim, block[1], s.levels);
         for (int g = 0; g < groups; ++g) {
             Levels o;
             o.a = weights_of(g, segment.row) + start;
@@ -361,12 +434,16 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
             o.c = s.sums + segment.row * kChunk + g * width;
             o.c_stride = kChunk;
             o.accumulate = !by_channel;
-            levels_product(segment.rows, width, o);
+            if (direct) {
+                direct_product(segment.rows, *block, plane, size / 2, dim, 2 * g * width, 2 * (g + 1) * width, block[1], o);
+            } else {
+                levels_product(segment.rows, width, o);
+            }
         }
         if (!by_channel) return;
         // Scales of channels are the block's: its sums are added up as numbers, in order of blocks.
         halves(*block + plane.channel_scale, dim, s.channels);
-        if (plane.token_offset >= 0) token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
+        if (plane.token_offset >= 0) token_numbers(*block, plane, size, block[1], s.spare, s.scales, s.offsets);
         for (int row = segment.row; row < segment.row + segment.rows; ++row) {
             Vec::F part = Vec::zero();
             for (int t = 0; plane.token_offset >= 0 && t < size; t += W) {

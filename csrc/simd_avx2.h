@@ -96,10 +96,8 @@ struct Vec {
         return _mm256_and_si256(_mm256_slli_epi16(x, SHIFT), _mm256_set1_epi8(MASK));
     }
     static Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
-    static void widen(Bytes x, int16_t* to) {
-        store_ints(to, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)));
-        store_ints(to + 16, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1)));
-    }
+    static I widen_low(Bytes x) { return _mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)); }
+    static I widen_high(Bytes x) { return _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1)); }
 
 private:
     static I load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const I*>(p)); }

@@ -91,7 +91,11 @@ struct Vec {
     static void store_ints(void* p, I x) { _mm512_storeu_si512(p, x); }
     static F from_ints(I x) { return _mm512_cvtepi32_ps(x); }
     static I add_pairs(I acc, I x, int32_t pair) {
+#ifdef __AVX512VNNI__
+        return _mm512_dpwssd_epi32(acc, x, _mm512_set1_epi32(pair));
+#else
         return _mm512_add_epi32(acc, _mm512_madd_epi16(x, _mm512_set1_epi32(pair)));
+#endif
     }
     static void store_rounded(int16_t* p, F x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
@@ -110,10 +114,8 @@ struct Vec {
         return _mm512_and_si512(_mm512_slli_epi16(x, SHIFT), _mm512_set1_epi8(MASK));
     }
     static Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
-    static void widen(Bytes x, int16_t* to) {
-        store_ints(to, _mm512_cvtepi8_epi16(_mm512_castsi512_si256(x)));
-        store_ints(to + 32, _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(x, 1)));
-    }
+    static I widen_low(Bytes x) { return _mm512_cvtepi8_epi16(_mm512_castsi512_si256(x)); }
+    static I widen_high(Bytes x) { return _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(x, 1)); }
 
 #ifdef KVLOOM_DOT
     static constexpr bool kDot = true;

@@ -94,11 +94,15 @@ struct Vec {
         return (x << SHIFT) & static_cast<uint8_t>(MASK);
     }
     static Bytes either(Bytes a, Bytes b) { return a | b; }
-    static void widen(Bytes x, int16_t* to) {
-        for (int i = 0; i < kBytes; ++i) to[i] = static_cast<int8_t>(x[i]);
-    }
+    static I widen_low(Bytes x) { return widen_half(x, 0); }
+    static I widen_high(Bytes x) { return widen_half(x, kBytes / 2); }
 
 private:
+    static I widen_half(Bytes x, int from) {
+        int16_t wide[kBytes / 2];
+        for (int i = 0; i < kBytes / 2; ++i) wide[i] = static_cast<int8_t>(x[from + i]);
+        return load_bits(wide);
+    }
     static I load_bits(const void* p) {
         I x;
         std::memcpy(&x, p, sizeof x);

@@ -16,7 +16,9 @@ int available_variants(Variant* variants) {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (avx512) variants[count++] = {"avx512", &kernels_avx512()};
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) variants[count++] = {"avx512bf16", &kernels_avx512bf16()};
+    if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
+        variants[count++] = {"avx512bf16", &kernels_avx512bf16()};
+    }
 #endif
 #endif
     return count;
