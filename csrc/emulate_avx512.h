@@ -47,6 +47,17 @@ static inline __m256i to_bf16(__m512 x) { return map_lanes<__m256i, uint16_t, __
 static inline __m512i widen(__m256i x) {
     return map_lanes<__m512i, uint32_t, __m256i, uint16_t>(x, [](uint16_t i) { return static_cast<uint32_t>(i); });
 }
+static inline __m512 from_ints(__m512i x) {
+    return map_lanes<__m512, float, __m512i, int32_t>(x, [](int32_t i) { return static_cast<float>(i); });
+}
+static inline __m512i to_ints(__m512 x) {
+    return map_lanes<__m512i, int32_t, __m512, float>(x, [](float f) { return static_cast<int32_t>(__builtin_lrintf(f)); });
+}
+static inline __m256i saturated(__m512i x) {
+    return map_lanes<__m256i, int16_t, __m512i, int32_t>(x, [](int32_t i) {
+        return static_cast<int16_t>(i > 32767 ? 32767 : i < -32768 ? -32768 : i);
+    });
+}
 
 }  // namespace kvloom::KVLOOM_ISA::emulated
 
@@ -57,3 +68,10 @@ static inline __m512i widen(__m256i x) {
 #define _mm512_cvtps_ph(x, rounding) emulated::to_half(x)
 #define _mm512_cvtneps_pbh(x) emulated::to_bf16(x)
 #define _mm512_cvtepu16_epi32(x) emulated::widen(x)
+
+// SIMDe 0.7.4 gives this name a macro of four arguments.
+#undef _mm512_madd_epi16
+#define _mm512_madd_epi16(a, b) simde_mm512_madd_epi16(a, b)
+#define _mm512_cvtepi32_ps(x) emulated::from_ints(x)
+#define _mm512_cvtps_epi32(x) emulated::to_ints(x)
+#define _mm512_cvtsepi32_epi16(x) emulated::saturated(x)
