@@ -10,6 +10,7 @@
 // [token/2/n][dim][2]: the bits of a byte are n consecutive pairs of channels or tokens.
 #pragma once
 
+#include "elementwise.h"
 #include "softmax.h"
 
 namespace kvloom::KVLOOM_ISA {
@@ -469,18 +470,159 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
     }
 }
 
+// Floats of 8 bits. Their exponents are read as fp32's, that is 2^-120 (four bits) or 2^-112 (five) too small;
+// queries and weights are made larger by half of that, and results by the other half, so that neither products
+// nor sums leave fp32's range.
+struct SmallFloats {
+    const float* a;
+    ptrdiff_t a_stride;
+    const unsigned char* b;  // [steps][b_stride]
+    ptrdiff_t b_stride;
+    const unsigned char* next;  // as b of the block that is read next, or null
+    int steps;
+    float* c;
+    ptrdiff_t c_stride;
+    bool accumulate;
+};
+
+static float half_bias(const CodedPlane& plane) { return plane.exponent_bits == 4 ? 0x1p60f : 0x1p56f; }
+
+template <int SHIFT, int ROWS, int VECS>
+void small_float_tile(const SmallFloats& o, int row, int column) {
+    constexpr int W = Vec::W;
+    const float* a = o.a + row * o.a_stride;
+    const unsigned char* b = o.b + column;
+    float* c = o.c + row * o.c_stride + column;
+    Vec::F acc[ROWS][VECS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) acc[r][v] = o.accumulate ? Vec::load(c + r * o.c_stride + v * W) : Vec::zero();
+    }
+    for (int s = 0; s < o.steps; ++s, b += o.b_stride) {
+        if (o.next != nullptr) __builtin_prefetch(o.next + s * o.b_stride + column);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) {
+            const Vec::F x = Vec::template small_floats<SHIFT>(b + v * W);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) acc[r][v] = Vec::fma(Vec::set1(a[r * o.a_stride + s]), x, acc[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) Vec::store(c + r * o.c_stride + v * W, acc[r][v]);
+    }
+}
+
+template <int SHIFT, int VECS>
+void small_float_rows(int rows, const SmallFloats& o, int row, int column) {
+    switch (rows) {
+        case 1: return small_float_tile<SHIFT, 1, VECS>(o, row, column);
+        case 2: return small_float_tile<SHIFT, 2, VECS>(o, row, column);
+        case 3: return small_float_tile<SHIFT, 3, VECS>(o, row, column);
+        default: return small_float_tile<SHIFT, 4, VECS>(o, row, column);
+    }
+}
+
+template <int SHIFT>
+void small_float_columns(int rows, int columns, const SmallFloats& o) {
+    constexpr int W = Vec::W;
+    const int groups = (rows + 3) / 4;
+    for (int g = 0, row = 0; g < groups; ++g) {
+        const int count = (rows - row) / (groups - g);
+        int column = 0;
+        for (; column + 2 * W <= columns; column += 2 * W) small_float_rows<SHIFT, 2>(count, o, row, column);
+        for (; column < columns; column += W) small_float_rows<SHIFT, 1>(count, o, row, column);
+        row += count;
+    }
+}
+
+static void small_float_product(const CodedPlane& plane, int rows, int columns, const SmallFloats& o) {
+    if (plane.exponent_bits == 4) return small_float_columns<20>(rows, columns, o);
+    small_float_columns<21>(rows, columns, o);
+}
+
+static void small_float_scores(const ChunkArgs& args, const CodedScratch& s) {
+    constexpr int W = Vec::W;
+    const Format& format = *args.format;
+    const CodedPlane& plane = format.k_codes;
+    const int size = format.block_size, dim = format.k_dim;
+    const float bias = half_bias(plane);
+    auto* const queries = static_cast<float*>(args.weights);
+    for (int r = 0; r < args.rows; ++r) {
+        scaled(static_cast<const float*>(args.q) + static_cast<ptrdiff_t>(r) * kLda, bias, dim, false,
+               queries + static_cast<ptrdiff_t>(r) * kLda);
+    }
+    for (int i = 0; i < args.count; ++i) {
+        const Segment& segment = args.segments[i];
+        const unsigned char* const* block = segment.blocks;
+        for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
+            token_numbers(*block, plane, size, block[1], s.spare, s.scales, s.offsets);
+            float* const scores = args.scores + static_cast<ptrdiff_t>(segment.row) * kLda + start;
+            small_float_product(plane, segment.rows, size,
+                                {queries + static_cast<ptrdiff_t>(segment.row) * kLda, kLda, *block + plane.codes[0], size,
+                                 block[1] != nullptr ? block[1] + plane.codes[0] : nullptr, dim, scores, kLda, false});
+            for (int r = 0; r < segment.rows; ++r) {
+                float* row = scores + static_cast<ptrdiff_t>(r) * kLda;
+                for (int t = 0; t < size; t += W) {
+                    Vec::store(row + t, Vec::mul(Vec::load(row + t), Vec::mul(Vec::load(s.scales + t), Vec::set1(bias))));
+                }
+            }
+        }
+    }
+}
+
+static void small_float_outputs(const ChunkArgs& args, const CodedScratch& s, int begin, int end) {
+    constexpr int W = Vec::W;
+    const Format& format = *args.format;
+    const CodedPlane& plane = format.v_codes;
+    const int size = format.block_size, dim = format.v_dim;
+    const float bias = half_bias(plane);
+    for (int row = 0; row < args.rows; ++row) {
+        __builtin_memset(args.out + row * args.out_stride, 0, dim * sizeof(float));
+    }
+    for (int i = 0; i < args.count; ++i) {
+        const Segment& segment = args.segments[i];
+        const unsigned char* const* block = segment.blocks;
+        for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
+            token_numbers(*block, plane, size, block[1], s.spare, s.scales, s.offsets);
+            float* const weights = args.scores + static_cast<ptrdiff_t>(segment.row) * kLda + start;
+            for (int r = 0; r < segment.rows; ++r) {
+                float* row = weights + static_cast<ptrdiff_t>(r) * kLda;
+                for (int t = 0; t < size; t += W) {
+                    const bool seen = start + t >= begin && start + t < end;
+                    const Vec::F by = Vec::mul(Vec::load(s.scales + t), Vec::set1(bias));
+                    Vec::store(row + t, seen ? Vec::mul(Vec::load(row + t), by) : Vec::zero());
+                }
+            }
+            small_float_product(plane, segment.rows, dim,
+                                {weights, kLda, *block + plane.codes[0], dim,
+                                 block[1] != nullptr ? block[1] + plane.codes[0] : nullptr, size,
+                                 args.out + segment.row * args.out_stride, args.out_stride, true});
+        }
+    }
+    for (int row = 0; row < args.rows; ++row) {
+        float* out = args.out + row * args.out_stride;
+        scaled(out, bias, dim, false, out);
+    }
+}
+
 // Either plane may be raw, of storage type T.
 template <class T>
 void coded_chunk(const ChunkArgs& args) {
     const CodedScratch scratch(args);
     const Format& format = *args.format;
-    if (format.k_codes.bits != 0) {
+    if (format.k_codes.exponent_bits != 0) {
+        small_float_scores(args, scratch);
+    } else if (format.k_codes.bits != 0) {
         coded_scores(args, scratch);
     } else {
         for (int i = 0; i < args.count; ++i) segment_scores<T>(args, args.segments[i]);
     }
     const int begin = args.first / Vec::W * Vec::W, end = (args.end + Vec::W - 1) / Vec::W * Vec::W;
     for (int row = 0; row < args.rows; ++row) softmax_row<T>(args, row, begin, end);
+    if (format.v_codes.exponent_bits != 0) return small_float_outputs(args, scratch, begin, end);
     if (format.v_codes.bits != 0) return coded_outputs(args, scratch, begin, end);
     for (int row = 0; row < args.rows; ++row) {
         __builtin_memset(args.out + row * args.out_stride, 0, format.v_dim * sizeof(float));

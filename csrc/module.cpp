@@ -134,11 +134,12 @@ NB_MODULE(_cpu, m) {
                                    k_offset, v_offset, block_bytes, layer_bytes};
              })
         .def("set_codes",
-             [](Format& format, bool values, int bits, const std::vector<int>& levels, float center, const std::vector<int64_t>& codes,
+             [](Format& format, bool values, int bits, int exponent_bits, const std::vector<int>& levels, float center, const std::vector<int64_t>& codes,
                 int token_groups, int64_t token_scale, int64_t token_offset, int64_t channel_scale,
                 int64_t channel_offset) {
                  CodedPlane& plane = values ? format.v_codes : format.k_codes;
                  plane.bits = bits;
+                 plane.exponent_bits = exponent_bits;
                  plane.center = center;
                  for (size_t i = 0; i < levels.size() && i < 16; ++i) plane.levels[i] = static_cast<int8_t>(levels[i]);
                  for (size_t i = 0; i < codes.size() && i < 2; ++i) plane.codes[i] = codes[i];

@@ -336,7 +336,7 @@ private:
 
 bool same(const CodedPlane& a, const CodedPlane& b) {
     const auto all = [](const CodedPlane& p) {
-        return std::tie(p.bits, p.center, p.codes[0], p.codes[1], p.token_groups, p.token_scale, p.token_offset, p.channel_scale,
+        return std::tie(p.bits, p.exponent_bits, p.center, p.codes[0], p.codes[1], p.token_groups, p.token_scale, p.token_offset, p.channel_scale,
                         p.channel_offset);
     };
     return all(a) == all(b) && std::equal(a.levels, a.levels + 16, b.levels);

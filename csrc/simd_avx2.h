@@ -82,6 +82,12 @@ struct Vec {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                          _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1)));
     }
+    // Bytes of sign, exponent and mantissa as fp32 whose exponent is as it stands in the byte.
+    template <int SHIFT>
+    static F small_floats(const unsigned char* p) {
+        const I x = _mm256_slli_epi32(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), SHIFT);
+        return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0x80000000u | 0x7fu << SHIFT))));
+    }
     static Bytes load_bytes(const void* p) { return load_bits(p); }
     static Bytes table(const int8_t* levels) {
         return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(levels)));

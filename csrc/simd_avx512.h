@@ -100,6 +100,12 @@ struct Vec {
     static void store_rounded(int16_t* p, F x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
     }
+    // Bytes of sign, exponent and mantissa as fp32 whose exponent is as it stands in the byte.
+    template <int SHIFT>
+    static F small_floats(const unsigned char* p) {
+        const I x = _mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), SHIFT);
+        return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0x80000000u | 0x7fu << SHIFT))));
+    }
     static Bytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
     static Bytes table(const int8_t* levels) {
         return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(levels)));

@@ -74,6 +74,12 @@ struct Vec {
     static void store_rounded(int16_t* p, F x) {
         for (int i = 0; i < W; ++i) p[i] = static_cast<int16_t>(__builtin_lrintf(x[i]));
     }
+    // Bytes of sign, exponent and mantissa as fp32 whose exponent is as it stands in the byte.
+    template <int SHIFT>
+    static F small_floats(const unsigned char* p) {
+        const I x = I{static_cast<int8_t>(p[0]), static_cast<int8_t>(p[1]), static_cast<int8_t>(p[2]), static_cast<int8_t>(p[3])};
+        return (F)((x << SHIFT) & static_cast<int32_t>(0x80000000u | 0x7fu << SHIFT));
+    }
     static Bytes load_bytes(const void* p) {
         Bytes x;
         std::memcpy(&x, p, sizeof x);

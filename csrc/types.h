@@ -39,7 +39,8 @@ constexpr int kLatentTokens = 32;
 // its group of channels, or of the channel within the block. Offsets are in bytes from the block's start, -1
 // where there is none; scales and offsets are fp16.
 struct CodedPlane {
-    int bits = 0;  // 8, 4, 3 or 2; 0: a raw plane
+    int bits = 0;           // 8, 4, 3 or 2; 0: a raw plane
+    int exponent_bits = 0;  // codes are floats of 8 bits with so many of exponent; 0: integers
     int8_t levels[16] = {};
     float center = 0.0f;  // added to levels: value = (level + center) * scale + offset
     int64_t codes[2] = {};  // of the two lower bits or all, and of the third bit

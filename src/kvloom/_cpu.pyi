@@ -28,6 +28,7 @@ class Format:
         self,
         values: bool,
         bits: int,
+        exponent_bits: int,
         levels: list[int],
         center: float,
         codes: list[int],

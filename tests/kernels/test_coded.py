@@ -16,13 +16,17 @@ from kvloom.kernels.ops import QueryBatch
 from tests.codecs.world import LAYER, calibration
 
 PAIRS = [
-    *[(name, name) for name in ("int8", "int4", "turboquant4", "turboquant3", "turboquant2", "loom3")],
+    *[
+        (name, name)
+        for name in ("fp8", "fp8_e5m2", "int8", "int4", "turboquant4", "turboquant3", "turboquant2", "loom3")
+    ],
     ("kivi2.key", "kivi2.value"),
     ("kivi4.key", "kivi4.value"),
     ("q8_0", "q4_0"),
     ("q4_0", "q8_0"),
     ("kvarn4.key", "kvarn2.value"),
     ("turboquant3", "int8"),
+    ("fp8", "int4"),
 ]
 HEADS, QUERY_HEADS = 3, 9
 
@@ -68,6 +72,7 @@ def make_world(names: tuple[str, str], dim: int, size: int, sequences: int, bloc
         fmt.set_codes(
             is_value,
             codes.bits,
+            codes.exponent_bits,
             list(codes.levels),
             codes.center,
             [at + start for at in codes.codes],
@@ -126,7 +131,9 @@ def test_equals_attention_over_decoded_blocks(names: tuple[str, str], variant: s
         assert float((lse - right_lse).abs().max()) < 1e-3
 
 
-@pytest.mark.parametrize("names", [("int8", "int8"), ("kivi2.key", "kivi2.value"), ("kvarn4.key", "kvarn4.value")])
+@pytest.mark.parametrize(
+    "names", [("int8", "int8"), ("fp8", "fp8"), ("kivi2.key", "kivi2.value"), ("kvarn4.key", "kvarn4.value")]
+)
 def test_bits_do_not_depend_on_batch_threads_or_sharing(names: tuple[str, str]) -> None:
     world = make_world(names, 64, 32, sequences=4, blocks=24)
     world.tables[2:, :16] = world.tables[1, :16]  # two prefixes in common, then apart

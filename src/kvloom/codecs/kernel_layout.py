@@ -5,6 +5,8 @@ A plane of codes of ``w`` bits, 8 / w = n to a byte, lies as
 ==========  =========================  ==========================================================
 keys        [dim/2/n][token][2] bytes  bits i of a byte: channel pair i of n consecutive ones
 values      [token/2/n][dim][2] bytes  bits i of a byte: token pair i of n consecutive ones
+fp8 keys    [dim][token] bytes
+fp8 values  [token][dim] bytes
 ==========  =========================  ==========================================================
 
 and everything else as the codec lays it out. Sizes do not change, only places (csrc/coded.h).
@@ -21,6 +23,7 @@ from kvloom.codecs.codebook import sphere_codebook
 from kvloom.codecs.packing import pack, plane_widths, unpack
 from kvloom.kernels.coded import CodedPlane
 
+_EXPONENT_BITS = {"fp8": 4, "fp8_e5m2": 5}
 _FIELDS = {"codes", "codes.0", "codes.1", "scale", "minimum"} | {
     f"{owner}_{what}" for owner in ("token", "channel") for what in ("scale", "minimum")
 }
@@ -60,6 +63,8 @@ class KernelLayout:
         return self._codec.decode(plain, layer=layer, first_position=first_position)
 
     def _pack(self, fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.native.exponent_bits:
+            return fields | {"codes": self._turned(fields["codes"], self.block_size, self.dim)}
         if self._bits == 8:
             return fields | {"codes": self._pairs(fields["codes"]).reshape(fields["codes"].shape)}
         codes = unpack("codes", fields, self._bits)
@@ -77,6 +82,8 @@ class KernelLayout:
         return fields
 
     def _unpack(self, fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.native.exponent_bits:
+            return fields | {"codes": self._turned(fields["codes"], self.dim, self.block_size)}
         if self._bits == 8:
             return fields | {"codes": self._plain(fields["codes"].flatten(2))}
         total: torch.Tensor | None = None
@@ -91,6 +98,12 @@ class KernelLayout:
             shift += width
         assert total is not None
         return fields | pack("codes", total, self._bits)
+
+    def _turned(self, codes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Floats of keys by channel, in a tensor of the shape they came in; those of values stay."""
+        if not self._keys:
+            return codes
+        return codes.reshape(*codes.shape[:2], rows, columns).transpose(2, 3).reshape(codes.shape)
 
     def _pairs(self, codes: torch.Tensor) -> torch.Tensor:
         """[N, heads, pairs, units, 2] from [N, heads, block_size, dim]."""
@@ -123,6 +136,7 @@ class KernelLayout:
         turn = None if self.rotation is None else self.rotation.forward(torch.eye(self.dim))
         return CodedPlane(
             bits=self._bits,
+            exponent_bits=_EXPONENT_BITS.get(self.name, 0),
             levels=tuple(levels),
             center=center,
             codes=tuple(offset for name, offset in offsets.items() if name.startswith("codes")),
@@ -139,7 +153,7 @@ def for_kernels(codec: BlockCodec) -> KernelLayout | None:
     """``codec`` in the order that native kernels read, or None if they do not read its kind of codes."""
     names = {field.name for field in codec.layout.fields}
     codes = [field for field in codec.layout.fields if field.name.startswith("codes")]
-    if not names <= _FIELDS or not codes or codec.name.startswith("fp8"):
+    if not names <= _FIELDS or not codes:
         return None
     bits = sum(field.bits for field in codes) or 8
     if bits not in (2, 3, 4, 8) or codes[0].shape[-1] * 8 != codec.dim * (codes[0].bits or 8):

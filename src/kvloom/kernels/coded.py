@@ -11,7 +11,7 @@ import torch
 class CodedPlane:
     """One plane's codes and what undoes them: ``value = (level + center) * scale + offset``.
 
-    Bytes are counted from the plane's start, -1 where a plane has no such field; all numbers are
+    With ``exponent_bits`` the codes are floats of 8 bits, which have no levels. Bytes are counted from the plane's start, -1 where a plane has no such field; all numbers are
     float16. Scales and offsets belong to tokens ([block_size, token_groups], each for dim /
     token_groups channels) or to the block's channels ([dim]).
 
@@ -21,6 +21,7 @@ class CodedPlane:
     """
 
     bits: int
+    exponent_bits: int
     levels: tuple[int, ...]
     center: float
     codes: tuple[int, ...]
