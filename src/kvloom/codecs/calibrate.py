@@ -99,7 +99,9 @@ def _value_levels(values: torch.Tensor, gradients: torch.Tensor | None) -> dict[
 
 def _levels(kind: str, y: torch.Tensor, weights: torch.Tensor, inlier: torch.Tensor) -> dict[str, torch.Tensor]:
     """[2, 2^bits] for each number of bits: to choose codes by, to decode with (stretched at 2 bits)."""
-    values, weight = y[inlier], weights[inlier]
+    if not bool(inlier.any()):  # a handful of tokens, each one an extreme
+        inlier = torch.ones_like(inlier)
+    values, weight = y[inlier].clamp(-1.0, 1.0), weights[inlier]
     found = {}
     for bits in LEVEL_BITS:
         levels = weighted_levels(values, weight, 1 << bits)
