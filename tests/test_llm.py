@@ -111,8 +111,8 @@ def test_wrong_arguments_are_named(llm: LLM, directory: Path) -> None:
         LLM(str(directory), max_model_length=5)
     with pytest.raises(ConfigError, match="block_size is 24"):
         LLM(str(directory), block_size=24)
-    with pytest.raises(ConfigError, match="codec 'int8' is not available"):
-        LLM(str(directory), codec="int8")
+    with pytest.raises(ConfigError, match="did you mean 'int8'"):
+        LLM(str(directory), codec="int88")
     with pytest.raises(RequestError, match="empty"):
         llm.generate([""], GREEDY)
     with pytest.raises(ContextLengthError, match="at most 255"):

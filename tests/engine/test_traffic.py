@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvloom.core.storage import Encoding
 from kvloom.engine.scheduler import MAX_REMOVED
 from tests.engine.world import World, expected_output, plan_for
 
@@ -17,6 +18,13 @@ LAYOUTS: list[tuple[list[int | None], list[int]]] = [
     ([9, 30], [1, 2]),
     ([None, None, 10], [1, 3, 2]),
 ]
+
+
+def encoding(sinks: int, recents: int) -> Encoding:
+    return Encoding(name="int8", key="int8", value="int8", sink_tokens=sinks, recent_tokens=recents)
+
+
+ENCODINGS = [None, encoding(0, 0), encoding(0, 9), encoding(8, 16), encoding(20, 1), encoding(1, 0), encoding(200, 8)]
 
 requests = st.tuples(
     st.integers(0, 2),  # which family of prompts: equal families share prefixes
@@ -42,16 +50,32 @@ def prompt_of(family: int, length: int) -> list[int]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(LAYOUTS), st.integers(1, 24), st.booleans(), st.integers(1, 4), operations)
+@given(
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(ENCODINGS),
+    st.integers(1, 24),
+    st.booleans(),
+    st.integers(1, 4),
+    operations,
+)
 def test_random_traffic_balances_and_answers_as_without_a_cache(
     layout: tuple[list[int | None], list[int]],
+    encoding: Encoding | None,
     num_slabs: int,
     prefix_cache: bool,
     max_sequences: int,
     script: list[tuple[str, object]],
 ) -> None:
     windows, heads = layout
-    plan = plan_for(windows, heads=heads, block_size=8, num_slabs=num_slabs, max_model_len=96, max_batch_tokens=16)
+    plan = plan_for(
+        windows,
+        heads=heads,
+        block_size=8,
+        num_slabs=num_slabs,
+        max_model_len=96,
+        max_batch_tokens=16,
+        encoding=encoding,
+    )
     world = World(plan, prefix_cache=prefix_cache, max_sequences=max_sequences)
     asked: dict[str, tuple[list[int], int, int]] = {}
     aborted: set[tuple[str, int]] = set()

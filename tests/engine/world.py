@@ -2,7 +2,8 @@
 
 Row p of a span must hold the digest of tokens 0 … p; so a span shared wrongly, freed too early,
 moved without its table, or copied badly shows as a wrong digest at the next read. The next token is
-a function of the prefix alone: the cache-off answer is known without running anything.
+a function of the prefix alone: the cache-off answer is known without running anything. Rows of
+encoded spans hold the same digests negated, made from the raw rows when the manager says so.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvloom.core.layout import LayerSpec, group_layers
 from kvloom.core.request import SamplingParams
 from kvloom.core.sequence import Sequence, SequenceStatus
 from kvloom.core.sizes import MemoryPlan, plan_memory
+from kvloom.core.storage import Encoding
 from kvloom.engine.scheduler import Chunk, Scheduler
 
 VOCAB = 3
@@ -45,6 +47,7 @@ def plan_for(
     max_model_len: int,
     max_batch_tokens: int,
     heads: list[int] | None = None,
+    encoding: Encoding | None = None,
 ) -> MemoryPlan:
     """A plan over one layer per entry of ``windows``; at least ``num_slabs`` and what one sequence needs."""
     sizes = heads or [1] * len(windows)
@@ -57,6 +60,7 @@ def plan_for(
         "codecs": codecs,
         "max_model_len": max_model_len,
         "max_batch_tokens": max_batch_tokens,
+        "encoding": encoding,
     }
     probe = plan_memory(layout, budget_bytes=1 << 40, **arguments)  # type: ignore[arg-type]
     budget = max(num_slabs * probe.slab_bytes, probe.needed_bytes(max_model_len))
@@ -123,12 +127,18 @@ class World:
         assert sum(chunk.count for chunk in chunks) <= self.max_batch_tokens
         assert len(self.scheduler.running) <= self.max_sequences
         self.manager.check()
+        due = [self._due(chunk) for chunk in chunks]
         for chunk in chunks:
             assert chunk.start == chunk.sequence.num_computed
             if not chunk.samples:
                 assert chunk.end % self.plan.block_size == 0
             self._write(chunk)
-        # All rows are written before anything is read, as within a layer of a real step.
+        # All rows are written and encoded before anything is read, as within a layer of a real step.
+        for tasks in due:
+            for raw, encoded in tasks:
+                assert (self.rows[raw] > 0).all(), "a block is encoded before it is full"
+                assert encoded not in self.rows, "a block is encoded twice, or over another"
+                self.rows[encoded] = -self.rows[raw]
         for chunk in chunks:
             self._read(chunk)
         for chunk in chunks:
@@ -143,6 +153,17 @@ class World:
         self.manager.check()
         return chunks
 
+    def _due(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """(raw offset, encoded offset) of the blocks that this chunk's pass encodes."""
+        found = []
+        cache = chunk.sequence.cache
+        for group, item in enumerate(self.plan.storage):
+            if item.encoded:
+                assert item.twin is not None
+                for block in self.manager.to_encode(cache, group, chunk.end):
+                    found.append((int(cache.table(item.twin)[block]), int(cache.table(group)[block])))
+        return found
+
     def _write(self, chunk: Chunk) -> None:
         size = self.plan.block_size
         for group in range(len(self.plan.layout.groups)):
@@ -152,15 +173,21 @@ class World:
                 rows[position % size] = digest(chunk.sequence.tokens[: position + 1])
 
     def _read(self, chunk: Chunk) -> None:
+        """Every query of the chunk reads one row of every block it should, in the format it should."""
         size = self.plan.block_size
-        for group, layer_group in enumerate(self.plan.layout.groups):
-            table = chunk.sequence.cache.table(group)
-            for query in {chunk.start, chunk.end - 1}:
-                low = 0 if layer_group.window is None else max(0, query - layer_group.window + 1)
-                for position in range(low, query + 1):
-                    offset = int(table[position // size])
+        cache = chunk.sequence.cache
+        for group, item in enumerate(self.plan.storage[: len(self.plan.layout.groups)]):
+            for query in range(chunk.start, chunk.end):
+                low = 0 if item.window is None else max(0, query - item.window + 1)
+                for block in range(low // size, query // size + 1):
+                    position = min(query, (block + 1) * size - 1)
+                    encoded = item.recents is not None and item.sinks <= block < query // size - item.recents
+                    home = item.twin if encoded else group
+                    assert home is not None
+                    offset = int(cache.table(home)[block])
                     assert offset >= 0, f"position {position} is not held for the query at {query}"
-                    assert self.rows[offset][position % size] == digest(chunk.sequence.tokens[: position + 1])
+                    expected = digest(chunk.sequence.tokens[: position + 1])
+                    assert self.rows[offset][position % size] == (-expected if encoded else expected)
 
     def _sample(self, leader: Sequence) -> None:
         group = [leader]

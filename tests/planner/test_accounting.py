@@ -167,11 +167,12 @@ def test_windows_and_rope_stay_raw() -> None:
 
 
 def test_kvloom_keeps_sinks_recents_and_the_open_block_raw() -> None:
-    """loom4, blocks of 32: one sink block, two recent, one open."""
+    """loom4, blocks of 32: one sink block, two recent, one open; while 512 tokens are computed, theirs too."""
     counted = accounting("kvloom", "llama-3-8b", "loom4")
     planned = counted.groups[0]
-    assert counted.spans(planned, 3200, 1) == (4, 96)  # type: ignore[attr-defined]
-    assert counted.spans(planned, 64, 1) == (2, 0)  # type: ignore[attr-defined]
+    assert counted.spans(planned, 3200, 0) == (4, 96)  # type: ignore[attr-defined]
+    assert counted.spans(planned, 64, 0) == (2, 0)  # type: ignore[attr-defined]
+    assert counted.spans(planned, 3200, 512) == (20, 96)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("how", "codec"), [("vllm", "kivi2"), ("llama.cpp", "loom4"), ("llama.cpp", "k=q8_0,v=int4")])

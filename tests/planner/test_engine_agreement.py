@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvloom.core.codec_sizes import parse_codec
 from kvloom.core.layout import group_layers
 from kvloom.core.sizes import MemoryPlan, plan_memory
+from kvloom.core.storage import Encoding
 from kvloom.planner.accounting import Kvloom
 
 from .helpers import accounting, architecture
@@ -18,7 +20,15 @@ MODELS = ("smollm2-135m", "gemma-3-270m")
 CODECS = {"k": "bfloat16", "v": "bfloat16"}
 
 
-def engine_plan(name: str, block_size: int, tokens: int, chunk: int) -> MemoryPlan:
+def engine_plan(name: str, block_size: int, tokens: int, chunk: int, codec: str = "raw") -> MemoryPlan:
+    choice = parse_codec(codec)
+    encoding = Encoding(
+        name=choice.name,
+        key=choice.key,
+        value=choice.value,
+        sink_tokens=choice.sink_tokens,
+        recent_tokens=choice.recent_tokens,
+    )
     return plan_memory(
         architecture(name).layout,
         budget_bytes=2**33,
@@ -26,6 +36,7 @@ def engine_plan(name: str, block_size: int, tokens: int, chunk: int) -> MemoryPl
         codecs=CODECS,
         max_model_len=tokens,
         max_batch_tokens=chunk,
+        encoding=None if codec == "raw" else encoding,
     )
 
 
@@ -33,9 +44,10 @@ def engine_plan(name: str, block_size: int, tokens: int, chunk: int) -> MemoryPl
 @pytest.mark.parametrize("block_size", [8, 32, 256])
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 512, 1000, 8192])
 @pytest.mark.parametrize("chunk", [256, 512])
-def test_arena_bytes(name: str, block_size: int, tokens: int, chunk: int) -> None:
-    plan = engine_plan(name, block_size, tokens, chunk)
-    predicted = accounting("kvloom", name, block_size=block_size, chunk=chunk)
+@pytest.mark.parametrize("codec", ["raw", "int8", "kivi2", "k=int8,v=turboquant3"])
+def test_arena_bytes(name: str, block_size: int, tokens: int, chunk: int, codec: str) -> None:
+    plan = engine_plan(name, block_size, tokens, chunk, codec)
+    predicted = accounting("kvloom", name, codec, block_size=block_size, chunk=chunk)
     assert isinstance(predicted, Kvloom)
     assert predicted.slab_bytes() == plan.slab_bytes
     for batch in (1, 2, 7):

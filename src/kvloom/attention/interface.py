@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from kvloom.attention.batch import KVBatch
+from kvloom.attention.encoded import attend_parts, encode_due
 from kvloom.attention.mla import latent_attention
 from kvloom.core.errors import UnsupportedModelError
+from kvloom.kernels.ops import BlockFormat, KeyRange
 
 ATTENTION_NAME = "kvloom"
 
@@ -129,22 +131,38 @@ def paged_attention(
     q, k, v = (x[0].transpose(0, 1)[:num_tokens].contiguous() for x in (query, key, value))  # [T, heads, dim]
     if layer not in store.layout.shared:
         store.backend.write((k, v), store.arena, fmt, offset, tables, kv.queries)
+    item = store.storage[group]
+    if item.twin is not None and layer not in store.layout.shared:
+        encode_due(kv, item, index)
     if fmt.planes[0].name == "latent":
         if softcap is not None or s_aux is not None:
             raise _refusal(layer, "softcap or s_aux", "to latent attention")
-        return latent_attention(module, query, kv, fmt, offset, tables, scaling), None
-    out, _ = store.backend.attend(
-        q,
-        store.arena,
-        fmt,
-        offset,
-        tables,
-        kv.queries,
-        scale=k.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+        return latent_attention(module, query, kv, item, index, scaling), None
+    scale = k.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if item.twin is not None:
+
+        def attend(
+            part: BlockFormat, part_offset: int, part_tables: torch.Tensor, keys: KeyRange
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return store.backend.attend(
+                q, store.arena, part, part_offset, part_tables, kv.queries, scale=scale, softcap=softcap, keys=keys,
+                want_lse=True,
+            )  # fmt: skip
+
+        out = attend_parts(kv, item, index, attend, s_aux, q.dtype)
+    else:
+        out, _ = store.backend.attend(
+            q,
+            store.arena,
+            fmt,
+            offset,
+            tables,
+            kv.queries,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
     if kv.num_padding:
         out = torch.cat([out, out.new_zeros(kv.num_padding, *out.shape[1:])])
     return out.unsqueeze(0), None

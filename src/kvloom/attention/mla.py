@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 from kvloom.attention.batch import KVBatch
-from kvloom.kernels.ops import BlockFormat
+from kvloom.attention.encoded import attend_parts
+from kvloom.core.storage import StorageGroup
+from kvloom.kernels.ops import EVERY_KEY, BlockFormat, KeyRange
 
 
 def latent_attention(
     module: nn.Module,
     query: torch.Tensor,
     kv: KVBatch,
-    fmt: BlockFormat,
-    layer_offset: int,
-    tables: torch.Tensor,
+    item: StorageGroup,
+    index: int,
     scaling: float | None,
 ) -> torch.Tensor:
     """Attend to the latents in the cache, the new ones included.
@@ -30,11 +31,13 @@ def latent_attention(
     Args:
         module: the attention module, for ``kv_b_proj`` [heads * (nope_dim + v_dim), latent_dim].
         query: [1, heads, T, nope_dim + rope_dim], its last part rotated; rows of padding last.
+        item, index: the storage group of the layer's raw blocks, and its place in there.
         scaling: of the logits; None means by the query's dim.
 
     Returns:
         [1, T, heads, v_dim]; zeros in rows of padding.
     """
+    fmt = kv.store.formats[item.home]
     latent_dim, rope_dim = (plane.dim for plane in fmt.planes)
     num_heads, dim = query.shape[1], query.shape[3]
     projection: torch.Tensor = module.kv_b_proj.weight  # type: ignore[assignment,union-attr]
@@ -45,16 +48,21 @@ def latent_attention(
     # of the other rows, are the step's.
     q_latent = torch.bmm(q_nope, up[:, :nope_dim]).transpose(0, 1)  # [T, heads, latent_dim]
     num_tokens = kv.queries.num_tokens
-    mean, _ = kv.store.backend.attend_latent(
-        q_latent[:num_tokens],
-        q_rope.transpose(0, 1)[:num_tokens],
-        kv.store.arena,
-        fmt,
-        layer_offset,
-        tables,
-        kv.queries,
-        scale=dim**-0.5 if scaling is None else float(scaling),
-    )
+    q_latent_rows, q_rope_rows = q_latent[:num_tokens], q_rope.transpose(0, 1)[:num_tokens]
+    scale = dim**-0.5 if scaling is None else float(scaling)
+
+    def attend(
+        part: BlockFormat, layer_offset: int, tables: torch.Tensor, keys: KeyRange, want_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return kv.store.backend.attend_latent(
+            q_latent_rows, q_rope_rows, kv.store.arena, part, layer_offset, tables, kv.queries, scale=scale, keys=keys,
+            want_lse=want_lse,
+        )  # fmt: skip
+
+    if item.twin is not None:
+        mean = attend_parts(kv, item, index, attend, None, q_latent.dtype)
+    else:
+        mean, _ = attend(fmt, index * fmt.layer_bytes, kv.tables[item.home], EVERY_KEY, want_lse=False)
     if kv.num_padding:
         mean = torch.cat([mean, mean.new_zeros(kv.num_padding, *mean.shape[1:])])
     out = torch.bmm(mean.transpose(0, 1), up[:, nope_dim:].transpose(1, 2))  # [heads, T, v_dim]

@@ -10,6 +10,7 @@ from kvloom.attention.batch import KVStore
 from kvloom.attention.formats import block_formats
 from kvloom.core.layout import KVLayout
 from kvloom.core.sizes import MemoryPlan, choose_slab_bytes, span_geometry
+from kvloom.core.storage import storage_groups
 from kvloom.kernels.ops import KernelBackend
 
 
@@ -37,6 +38,7 @@ def scratch_store(
     plan = MemoryPlan(
         layout=layout,
         spans=spans,
+        storage=storage_groups(layout, block_size, None),
         slab_bytes=choose_slab_bytes([span.span_bytes for span in spans]),
         num_slabs=0,
         reserve_slabs=0,
@@ -44,4 +46,7 @@ def scratch_store(
         max_batch_tokens=block_size,
     )
     arena = torch.full((end,), 0xFF, dtype=torch.uint8, device=device)  # all ones is NaN in every float type
-    return KVStore(layout=layout, arena=arena, formats=block_formats(plan, backend), backend=backend), offsets
+    store = KVStore(
+        layout=layout, arena=arena, formats=block_formats(plan, backend), storage=plan.storage, backend=backend
+    )
+    return store, offsets

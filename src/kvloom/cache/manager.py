@@ -7,6 +7,10 @@ Who owns a block of a sequence, from the sequence's start to its end::
 
 Only committed tokens are published. No writable span has two owners: a fork copies the open span
 and shares the rest, so there is no copy-on-write fault to handle.
+
+A layer group whose blocks are encoded has two storage groups (``core/storage.py``), and each of its
+blocks is in one of them: what a pass is to encode has its spans in both from ``reserve`` on, and
+loses the raw one at ``commit``. So sealing needs no memory beyond what the pass has reserved.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ from kvloom.cache.keys import next_key, root_key
 from kvloom.cache.prefix import PrefixIndex
 from kvloom.cache.slabs import SlabAllocator
 from kvloom.cache.span import Span, SpanState
-from kvloom.core.sizes import MemoryPlan, window_blocks
+from kvloom.core.sizes import MemoryPlan
 from kvloom.core.stats import CacheSnapshot
+from kvloom.core.storage import StorageGroup
 
 SLABS_CONSIDERED = 32  # oldest spans whose slabs are weighed when a format starves
 ABSENT = -1  # table entry of a block that the sequence does not hold
@@ -32,9 +37,11 @@ class SequenceCache:
     """The spans of one sequence, per group, in block order, and the same as a table of offsets.
 
     ``num_computed`` tokens are committed; ``keys[i]`` is block i's key, computed when first needed.
+    ``num_encoded[g]`` blocks are encoded in the encoded storage group g, its sinks counted, which it
+    lacks; 0 for others.
     """
 
-    __slots__ = ("keys", "num_computed", "num_published", "root", "spans", "tables")
+    __slots__ = ("keys", "num_computed", "num_encoded", "num_published", "root", "spans", "tables")
 
     def __init__(self, num_groups: int, root: bytes) -> None:
         self.root = root
@@ -42,6 +49,7 @@ class SequenceCache:
         self.spans: list[list[Span | None]] = [[] for _ in range(num_groups)]
         self.tables: list[np.ndarray] = [np.full(8, ABSENT, dtype=np.int64) for _ in range(num_groups)]
         self.num_computed = 0
+        self.num_encoded = [0] * num_groups  # blocks
         self.num_published = 0  # blocks
 
     def table(self, group: int) -> np.ndarray:
@@ -102,7 +110,7 @@ class CacheManager:
         self._copy = copy
         self._on_free = on_free
         self._on_event = on_event
-        self._groups = plan.layout.groups
+        self._groups = plan.storage
         self._run_bytes = [span.span_bytes for span in plan.spans]
         self.slabs = SlabAllocator(
             self._run_bytes,
@@ -110,7 +118,7 @@ class CacheManager:
             num_slabs=plan.num_slabs,
             reserve_slabs=plan.reserve_slabs,
         )
-        self.index = PrefixIndex(self._groups, self.block_size)
+        self.index = PrefixIndex(self._groups)
         self.queue = EvictionQueue(len(self._groups))
         self._live: dict[int, SequenceCache] = {}
         self._span_at: dict[int, Span] = {}
@@ -139,20 +147,37 @@ class CacheManager:
         if limit <= start:
             return Hit(0, queried, "shorter than a block" if start == 0 else None)
         keys = self.keys(cache, tokens, limit)
-        found = self.index.longest(keys[:limit], start)
-        for group in range(len(self._groups)):
-            needed = self.index.first_needed(group, found)
-            if found > start:
-                self._drop_before(cache, group, needed)
-            for block in range(start, found):
-                span = self.index.get(group, keys[block]) if block >= needed else None
-                if span is not None:
-                    self._pin(span)
-                cache.append(group, span)
+        found = self.index.longest(keys[:limit], start, cache.num_encoded)
+        if found > start:
+            self._take_hit(cache, keys, start, found)
         cache.num_computed = found * self.block_size
         cache.num_published = max(cache.num_published, found)
         reason = self.index.miss_reason(keys, found) if found < limit else None
         return Hit((found - start) * self.block_size, queried, reason)
+
+    def _take_hit(self, cache: SequenceCache, keys: list[bytes], start: int, found: int) -> None:
+        """Pin what a query after ``found`` blocks reads of them, and let go what it no longer does."""
+        for group, item in enumerate(self._groups):
+            if item.encoded:
+                continue  # with its raw twin, below
+            needed = self.index.first_needed(group, found)
+            if item.twin is not None:
+                held = cache.num_encoded[item.twin]
+                needed = self.index.num_encoded(group, keys, found, held)
+                for block in range(held, needed):
+                    self._append_known(cache, item.twin, keys[block] if block >= item.sinks else None)
+                cache.num_encoded[item.twin] = needed
+            self._drop_before(cache, group, needed)
+            for block in range(start, found):
+                self._append_known(cache, group, keys[block] if block >= needed or block < item.sinks else None)
+
+    def _append_known(self, cache: SequenceCache, group: int, key: bytes | None) -> None:
+        span = None
+        if key is not None:
+            span = self.index.get(group, key)
+            assert span is not None, "the lookup found it"
+            self._pin(span)
+        cache.append(group, span)
 
     def keys(self, cache: SequenceCache, tokens: np.ndarray, num_blocks: int) -> list[bytes]:
         """The keys of at least the first ``num_blocks`` blocks of ``tokens``."""
@@ -168,27 +193,32 @@ class CacheManager:
 
         Evicts cached spans as needed. False when even that does not suffice.
         """
-        blocks = -(-num_tokens // self.block_size)
-        added: list[tuple[int, Span]] = []
-        for group in range(len(self._groups)):
-            for _ in range(blocks - len(cache.spans[group])):
-                span = self._new_span(group)
-                if span is None:
-                    for undo_group, undo in reversed(added):
-                        cache.replace(undo_group, len(cache.spans[undo_group]) - 1, None)
-                        cache.spans[undo_group].pop()
-                        self._unpin(undo)
-                    return False
+        before = [len(spans) for spans in cache.spans]
+        for group, item in enumerate(self._groups):
+            for block in range(len(cache.spans[group]), item.extent(num_tokens)):
+                span = None
+                if not item.encoded or block >= item.sinks:
+                    span = self._new_span(group)
+                    if span is None:
+                        for undo, length in enumerate(before):
+                            self._shorten(cache, undo, length)
+                        return False
                 cache.append(group, span)
-                added.append((group, span))
         return True
+
+    def to_encode(self, cache: SequenceCache, group: int, num_tokens: int) -> range:
+        """Blocks that the pass up to ``num_tokens`` encodes into the encoded storage ``group``."""
+        item = self._groups[group]
+        return range(max(item.sinks, cache.num_encoded[group]), item.extent(num_tokens))
 
     def commit(self, cache: SequenceCache, tokens: np.ndarray, num_computed: int) -> None:
         """Positions before ``num_computed`` are written and their tokens final: publish, pass windows."""
         size = self.block_size
-        first_block = cache.num_computed // size
-        last_block = -(-num_computed // size)
-        for group in range(len(self._groups)):
+        for group, item in enumerate(self._groups):
+            first_block, last_block = cache.num_computed // size, -(-num_computed // size)
+            if item.encoded:
+                blocks = self.to_encode(cache, group, num_computed)
+                first_block, last_block = blocks.start, blocks.stop
             for block in range(first_block, last_block):
                 span = cache.spans[group][block]
                 if span is not None and span.state is SpanState.OPEN:
@@ -197,12 +227,19 @@ class CacheManager:
                     span.num_tokens = filled
                     if filled == size:
                         span.state = SpanState.FULL
+        first_encoded = list(cache.num_encoded)
+        self.mark_computed(cache, num_computed)
+        self._publish(cache, tokens, first_encoded)
+        for group, item in enumerate(self._groups):
+            if not item.grows:
+                self._drop_before(cache, group, item.first_kept(num_computed))
+
+    def mark_computed(self, cache: SequenceCache, num_computed: int) -> None:
+        """Positions before ``num_computed`` are written, and blocks encoded as far as their queries read them so."""
         cache.num_computed = num_computed
-        self._publish(cache, tokens)
-        for group in range(len(self._groups)):
-            window = self._groups[group].window
-            if window is not None:
-                self._drop_before(cache, group, max(0, num_computed - window + 1) // size)
+        for group, item in enumerate(self._groups):
+            if item.encoded:
+                cache.num_encoded[group] = max(cache.num_encoded[group], item.extent(num_computed))
 
     def fork(self, parent: SequenceCache) -> SequenceCache | None:
         """A second sequence with the same committed tokens: full spans shared, the open one copied.
@@ -235,6 +272,7 @@ class CacheManager:
                     self._pin(span)
                 child.append(group, span)
         child.num_computed = parent.num_computed
+        child.num_encoded = list(parent.num_encoded)
         child.num_published = parent.num_published
         self._live[id(child)] = child
         return child
@@ -245,25 +283,32 @@ class CacheManager:
         ``num_tokens`` must not be below what is committed; committed tokens may be shared already.
         """
         assert num_tokens >= cache.num_computed
-        blocks = -(-num_tokens // self.block_size)
-        for group, spans in enumerate(cache.spans):
-            while len(spans) > blocks:
-                span = spans[-1]
-                cache.replace(group, len(spans) - 1, None)
-                spans.pop()
-                if span is not None:
-                    self._unpin(span)
+        for group, item in enumerate(self._groups):
+            # A hit may have brought one more encoded block than its tokens call for.
+            self._shorten(cache, group, max(cache.num_encoded[group], item.extent(num_tokens)))
+
+    def _shorten(self, cache: SequenceCache, group: int, length: int) -> None:
+        """Drop the group's entries from block ``length`` on."""
+        spans = cache.spans[group]
+        while len(spans) > length:
+            span = spans[-1]
+            cache.replace(group, len(spans) - 1, None)
+            spans.pop()
+            if span is not None:
+                self._unpin(span)
 
     def release(self, cache: SequenceCache) -> None:
         """The sequence is over or preempted: all its references go; published spans stay cached."""
         for group, spans in enumerate(cache.spans):
-            # Children before parents; windowed groups oldest first.
-            order = reversed(spans) if self._groups[group].window is None else iter(spans)
-            for span in list(order):
+            # Children before parents; groups that pass blocks oldest first, but sinks, which every hit needs, last.
+            item = self._groups[group]
+            order = spans[::-1] if item.grows else spans[item.sinks :] + spans[: item.sinks][::-1]
+            for span in order:
                 if span is not None:
                     self._unpin(span)
             spans.clear()
         cache.num_computed = 0
+        cache.num_encoded = [0] * len(self._groups)
         cache.num_published = 0
         self._live.pop(id(cache), None)
 
@@ -282,16 +327,12 @@ class CacheManager:
     def usable_bytes(self) -> int:
         return self.plan.usable_slabs * self.plan.slab_bytes
 
-    def bytes_for(self, num_blocks: int, chunk_tokens: int) -> int:
-        """Most bytes that a sequence takes to hold ``num_blocks`` blocks computed in such chunks."""
-        total = 0
-        for group, run in enumerate(self._run_bytes):
-            window = self._groups[group].window
-            blocks = num_blocks
-            if window is not None:
-                blocks = min(blocks, window_blocks(window, chunk_tokens, self.block_size))
-            total += blocks * run
-        return total
+    def bytes_for(self, num_computed: int, num_tokens: int, chunk_tokens: int) -> int:
+        """Most bytes that a sequence takes on its way from one length to the other in such chunks."""
+        return sum(
+            item.most_new_blocks(num_computed, num_tokens, chunk_tokens) * run
+            for item, run in zip(self._groups, self._run_bytes, strict=True)
+        )
 
     def snapshot(self) -> CacheSnapshot:
         """Where every byte of the arena is now."""
@@ -317,7 +358,7 @@ class CacheManager:
             reserve_bytes=slabs.reserve_slabs * slabs.slab_bytes,
             used_spans=sum(used),
             cached_spans=sum(self.queue.count(group) for group in range(len(self._groups))),
-            block_bytes=sum(self._run_bytes),
+            block_bytes=sum(self._run_bytes[: len(self.plan.layout.groups)]),  # the raw ones come first
             block_size=self.block_size,
         )
 
@@ -332,6 +373,9 @@ class CacheManager:
                     assert int(table[block]) == (ABSENT if span is None else span.offset)
                     if span is not None:
                         owners[id(span)] = owners.get(id(span), 0) + 1
+            for group, item in enumerate(self._groups):
+                if item.encoded and item.twin is not None:
+                    self._check_formats(cache, item, group, item.twin)
         empty = [0] * len(self._groups)
         for offset, span in self._span_at.items():
             assert span.offset == offset
@@ -349,20 +393,38 @@ class CacheManager:
         state = self.snapshot()
         assert state.used_bytes + state.cached_bytes + state.free_bytes + state.overhead_bytes == self.plan.arena_bytes
 
+    def _check_formats(self, cache: SequenceCache, item: StorageGroup, group: int, raw: int) -> None:
+        """Each committed block is kept in one format, sinks raw; a block to be encoded has its span already."""
+        encoded = cache.num_encoded[group]
+        assert len(cache.spans[group]) >= encoded
+        for block in range(-(-cache.num_computed // self.block_size)):
+            is_encoded = item.sinks <= block < encoded
+            assert (cache.spans[raw][block] is None) == is_encoded
+            if block < len(cache.spans[group]):
+                span = cache.spans[group][block]
+                assert (span is None) == (block < item.sinks)
+                assert span is None or not is_encoded or span.state is SpanState.SEALED
+
     # -- spans ------------------------------------------------------------------------------------
 
-    def _publish(self, cache: SequenceCache, tokens: np.ndarray) -> None:
+    def _publish(self, cache: SequenceCache, tokens: np.ndarray, first_encoded: list[int]) -> None:
+        """Seal what the commit filled, or encoded from block ``first_encoded[group]`` on, and make it known."""
         full = cache.num_computed // self.block_size
+        fresh = [
+            range(first_encoded[group], cache.num_encoded[group]) if item.encoded else range(cache.num_published, full)
+            for group, item in enumerate(self._groups)
+        ]
+        cache.num_published = full
         if not self.prefix_cache:
-            for group in range(len(self._groups)):
-                for span in cache.spans[group][cache.num_published : full]:
+            for spans, blocks in zip(cache.spans, fresh, strict=True):
+                for block in blocks:
+                    span = spans[block]
                     if span is not None:
                         span.state = SpanState.SEALED
-            cache.num_published = full
             return
         keys = self.keys(cache, tokens, full)
-        for block in range(cache.num_published, full):
-            for group in range(len(self._groups)):
+        for group, blocks in enumerate(fresh):
+            for block in blocks:
                 span = cache.spans[group][block]
                 if span is None or span.key is not None:
                     continue
@@ -378,14 +440,13 @@ class CacheManager:
                 self.index.add(span)
                 if self._on_event is not None:
                     self._on_event("stored", span)
-        cache.num_published = full
 
     def _drop_before(self, cache: SequenceCache, group: int, block: int) -> None:
-        """The window of ``group`` has passed every block before ``block``."""
+        """Every block of ``group`` before ``block``, sinks excepted, is no longer read."""
         spans = cache.spans[group]
         index = min(block, len(spans)) - 1
         passed: list[Span] = []
-        while index >= 0:
+        while index >= self._groups[group].sinks:
             span = spans[index]
             if span is None:
                 break  # everything older went before
@@ -461,6 +522,10 @@ class CacheManager:
             return True
         if own is not None:
             self._evict(own)
+            return True
+        if other is not None:
+            # Cached spans stand where a slab's live ones would have to go; one fewer, and try again.
+            self._evict(other)
             return True
         return False
 

@@ -6,17 +6,22 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvloom.cache.span import Span
-from kvloom.core.layout import LayerGroup
+from kvloom.core.storage import StorageGroup
 
 EVICTED_KEYS_REMEMBERED = 65_536
 
 
 class PrefixIndex:
-    """Sealed spans by (key, group). Groups share one chain of keys."""
+    """Sealed spans by (key, storage group). Groups share one chain of keys.
 
-    def __init__(self, groups: Sequence[LayerGroup], block_size: int) -> None:
+    A prefix of n blocks can be served when every group holds what the query right after it reads:
+    a full group all n; a windowed one its last window; one with encoded blocks the raw sinks, the
+    last r blocks raw, those up to n - r - 1 encoded, and block n - r - 1 in either format (it is
+    the next to be encoded, so its raw copy does as well).
+    """
+
+    def __init__(self, groups: Sequence[StorageGroup]) -> None:
         self._groups = groups
-        self._block_size = block_size
         self._spans: list[dict[bytes, Span]] = [{} for _ in groups]
         # Keys evicted lately, only to tell a cold miss from one that memory pressure caused.
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
@@ -40,28 +45,46 @@ class PrefixIndex:
             self._evicted.popitem(last=False)
 
     def first_needed(self, group: int, num_blocks: int) -> int:
-        """First block that a query right after ``num_blocks`` blocks reads in ``group``."""
-        window = self._groups[group].window
-        if window is None:
-            return 0
-        # The query at position p = num_blocks * block_size sees keys from p - window + 1.
-        return max(0, num_blocks * self._block_size - window + 1) // self._block_size
+        """First block that a query right after ``num_blocks`` blocks reads in ``group``, sinks excepted."""
+        item = self._groups[group]
+        if item.recents is not None and not item.encoded:
+            return max(0, num_blocks - item.recents)
+        return item.first_kept(num_blocks * item.block_size)
 
-    def longest(self, keys: Sequence[bytes], start: int = 0) -> int:
+    def num_encoded(self, group: int, keys: Sequence[bytes], num_blocks: int, held: int) -> int:
+        """Blocks before this one are encoded after a hit of ``num_blocks``, in the raw storage ``group``.
+
+        Block n - r - 1 counts where its encoded span is known; ``held`` blocks are encoded already.
+        """
+        item = self._groups[group]
+        assert item.recents is not None and item.twin is not None
+        last = num_blocks - item.recents - 1
+        if last >= max(held, item.sinks) and keys[last] in self._spans[item.twin]:
+            return last + 1
+        return max(held, last, 0)
+
+    def longest(self, keys: Sequence[bytes], start: int = 0, num_encoded: Sequence[int] = ()) -> int:
         """Most leading blocks of ``keys`` that every group can serve; at least ``start``.
 
-        The first ``start`` blocks are held by the caller already and not looked up. A full group
-        needs every block; a windowed group only those that the next query still sees.
+        The first ``start`` blocks are held by the caller already and not looked up; in an encoded
+        group the first ``num_encoded[group]`` of them in that format (empty: none).
         """
         count = len(keys)
-        for group, layer_group in enumerate(self._groups):
-            if layer_group.window is None:
-                spans = self._spans[group]
+        held = num_encoded or [0] * len(self._groups)
+        for group, (spans, item) in enumerate(zip(self._spans, self._groups, strict=True)):
+            if item.encoded:
+                assert item.recents is not None
+                first = max(item.sinks, held[group])
+                missing = next((i for i in range(first, count) if keys[i] not in spans), count)
+                count = min(count, missing + item.recents + 1)
+            elif item.grows:
                 count = next((i for i in range(start, count) if keys[i] not in spans), count)
         while count > start:
             shorter = count
-            for group, layer_group in enumerate(self._groups):
-                if layer_group.window is not None:
+            for group, item in enumerate(self._groups):
+                if item.twin is not None and not item.encoded:
+                    shorter = self._recents_end(item, group, keys, start, held[item.twin], shorter)
+                elif item.window is not None:
                     shorter = self._window_end(group, keys, start, shorter)
             if shorter == count:
                 break
@@ -83,8 +106,25 @@ class PrefixIndex:
             n = missing
         return start
 
+    def _recents_end(
+        self, item: StorageGroup, group: int, keys: Sequence[bytes], start: int, num_encoded: int, limit: int
+    ) -> int:
+        """Largest n in [start, limit] for which the raw sinks and recents are known, and block n - r - 1 somehow."""
+        spans = self._spans[group]
+        assert item.twin is not None and item.recents is not None
+        encoded = self._spans[item.twin]
+        n = next((i for i in range(start, min(item.sinks, limit)) if keys[i] not in spans), limit)
+        while n > start:
+            n = min(n, self._window_end(group, keys, start, n))
+            last = n - item.recents - 1
+            # What the caller holds of the blocks before start it holds in one format or the other.
+            if last < max(start, item.sinks, num_encoded) or keys[last] in encoded or keys[last] in spans:
+                return n
+            n -= 1
+        return start
+
     def miss_reason(self, keys: Sequence[bytes], hit: int) -> str:
-        """Why block ``hit`` could not be served: cold, evicted, or window (a full group has it)."""
+        """Why block ``hit`` could not be served: cold, evicted, or window (another group has it)."""
         key = keys[hit]
         if any(key in spans for spans in self._spans):
             return "window"

@@ -2,7 +2,7 @@
 
 :mod:`kvloom.core.sizes` knows the codecs that the engine has today; this table adds those that are
 specified but not built yet, so that the planner can size them and say that they are *planned*. A
-codec that becomes real moves its line to ``CODEC_BLOCK_BYTES``, which then wins here.
+codec that becomes real moves its line to ``block_sizes.SERVED_BLOCK_BYTES``, which then wins here.
 
 Layouts per block of ``n`` tokens of one plane of dimension ``d`` (bits per value in brackets):
 
@@ -28,97 +28,26 @@ The fields behind these bytes are in ``docs/codecs.md``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvloom.core.block_sizes import BlockBytes, kvquant, split, token_scaled
 from kvloom.core.errors import ConfigError
 from kvloom.core.sizes import CODEC_BLOCK_BYTES
 
-BlockBytes = Callable[[int, int], int]
-
-GGML_GROUP = 32
-KIVI_VALUE_GROUP = 32
-
-
-def _ceil(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)
-
-
-def _codes(bits: int, dim: int, tokens: int) -> int:
-    """Bytes of ``bits``-bit codes, each token's row padded to whole bytes."""
-    return _ceil(bits * dim, 8) * tokens
-
-
-def _token_scaled(bits: int, side_bytes: int) -> BlockBytes:
-    return lambda dim, tokens: _codes(bits, dim, tokens) + side_bytes * tokens
-
-
-def _ggml(group_bytes: int) -> BlockBytes:
-    return lambda dim, tokens: _ceil(dim, GGML_GROUP) * group_bytes * tokens
-
-
-def _kivi_key(bits: int) -> BlockBytes:
-    return lambda dim, tokens: _codes(bits, dim, tokens) + 4 * dim
-
-
-def _kivi_value(bits: int) -> BlockBytes:
-    return lambda dim, tokens: _codes(bits, dim, tokens) + 4 * _ceil(dim, KIVI_VALUE_GROUP) * tokens
-
-
-def _kvquant(bits: int, token_side_bytes: int) -> BlockBytes:
-    return lambda dim, tokens: (
-        _codes(bits, dim, tokens) + 4 * _ceil(dim * tokens, 100) + token_side_bytes * tokens
-    )  # 1 % outliers, each an fp16 value and a 16-bit index
-
-
-def _split(bits: int) -> BlockBytes:
-    def block_bytes(dim: int, tokens: int) -> int:
-        wide = 8 * (dim // 32)  # a quarter, in whole bytes of codes
-        return _ceil(wide * (bits + 1) + (dim - wide) * bits, 8) * tokens + 4 * tokens
-
-    return block_bytes
-
-
-def _kvarn_key(bits: int) -> BlockBytes:
-    return lambda dim, tokens: _codes(bits, dim, tokens) + 2 * (2 * dim + tokens)
-
-
-def _kvarn_value(bits: int) -> BlockBytes:
-    return lambda dim, tokens: _codes(bits, dim, tokens) + 2 * (2 * tokens + dim)
-
-
 # Plane codec name -> (dim, tokens in block) -> bytes. Keys are the names of one plane's format.
 PLANNED_BLOCK_BYTES: Mapping[str, BlockBytes] = {
-    "fp8": _token_scaled(8, 2),
-    "fp8_e5m2": _token_scaled(8, 2),
-    "int8": _token_scaled(8, 2),
-    "int4": _token_scaled(4, 4),
-    "q8_0": _ggml(34),
-    "q4_0": _ggml(18),
-    "kivi4.key": _kivi_key(4),
-    "kivi4.value": _kivi_value(4),
-    "kivi2.key": _kivi_key(2),
-    "kivi2.value": _kivi_value(2),
-    "kvquant4.key": _kvquant(4, 0),
-    "kvquant4.value": _kvquant(4, 4),
-    "kvquant3.key": _kvquant(3, 0),
-    "kvquant3.value": _kvquant(3, 4),
-    "kvquant2.key": _kvquant(2, 0),
-    "kvquant2.value": _kvquant(2, 4),
-    "turboquant4": _token_scaled(4, 2),
-    "turboquant3": _token_scaled(3, 2),
-    "turboquant2": _token_scaled(2, 2),
-    "turboquant4.prod": _token_scaled(4, 4),
-    "turboquant3.prod": _token_scaled(3, 4),
-    "turboquant2.prod": _token_scaled(2, 4),
-    "turboquant3.5": _split(3),
-    "turboquant2.5": _split(2),
-    "loom4": _token_scaled(4, 2),
-    "loom3": _token_scaled(3, 2),
-    "loom2": _token_scaled(2, 2),
-    "kvarn4.key": _kvarn_key(4),
-    "kvarn4.value": _kvarn_value(4),
-    "kvarn2.value": _kvarn_value(2),
+    "kvquant4.key": kvquant(4, 0),
+    "kvquant4.value": kvquant(4, 4),
+    "kvquant3.key": kvquant(3, 0),
+    "kvquant3.value": kvquant(3, 4),
+    "kvquant2.key": kvquant(2, 0),
+    "kvquant2.value": kvquant(2, 4),
+    "turboquant3.5": split(3),
+    "turboquant2.5": split(2),
+    "loom4": token_scaled(4, 2),
+    "loom3": token_scaled(3, 2),
+    "loom2": token_scaled(2, 2),
 }
 
 RAW_DTYPES: tuple[str, ...] = ("bfloat16", "float16", "float32")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from kvloom.core.codec_sizes import parse_codec
 from kvloom.core.errors import ConfigError
 from kvloom.core.sizes import check_block_size, parse_bytes
 
@@ -24,19 +25,41 @@ DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
-    """How the cache is kept. Only lossless raw storage exists in this version."""
+    """How the cache is kept.
+
+    ``codec`` is one name (``int8``) or one for keys and one for values (``k=int8,v=int4``).
+    ``sink_tokens`` first and ``recent_tokens`` last tokens of a sequence stay raw, in whole blocks;
+    None takes the codec's own. ``protect_layers`` names layers that stay raw (``0,29``).
+    ``calibration`` is the file of codecs that need one; None looks in the cache directory.
+    """
 
     name: str = "accuracy"
     block_size: int = 32
     codec: str = "raw"
+    sink_tokens: int | None = None
+    recent_tokens: int | None = None
+    protect_layers: str = ""
+    calibration: str | None = None
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
         if self.name != "accuracy":
             raise ConfigError(f"pipeline {self.name!r} is not available in this version; available: accuracy")
-        if self.codec != "raw":
-            raise ConfigError(f"codec {self.codec!r} is not available in this version; available: raw")
+        parse_codec(self.codec)
+        for name in ("sink_tokens", "recent_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} is {value}; it must be 0 or more")
+        _ = self.protected_layers
+
+    @property
+    def protected_layers(self) -> tuple[int, ...]:
+        """``protect_layers`` as numbers, ascending and each once."""
+        parts = [part.strip() for part in self.protect_layers.split(",") if part.strip()]
+        if not all(part.isdigit() for part in parts):
+            raise ConfigError(f"protect_layers is {self.protect_layers!r}; write layers counted from 0, such as 0,29")
+        return tuple(sorted({int(part) for part in parts}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +231,7 @@ def engine_config(*layers: tuple[str, Mapping[str, Any]]) -> EngineConfig:
             given = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
         if given is not None and not isinstance(given, str | Mapping):
             raise ConfigError(f"pipeline is {given!r} in {source}; it must be a name or a mapping")
-        nested = {"name": given} if isinstance(given, str) else dict(given or {})
+        nested = {"name": given} if isinstance(given, str) else _flat_pipeline(given or {}, source)
         if "name" in nested:
             flat["pipeline"] = nested.pop("name")
         known = {f.name for f in dataclasses.fields(PipelineConfig)}
@@ -227,6 +250,27 @@ def engine_config(*layers: tuple[str, Mapping[str, Any]]) -> EngineConfig:
     config = build_dataclass(EngineConfig, merged, sources)
     assert isinstance(config, EngineConfig)
     return config
+
+
+PROTECT = {"sink_tokens": "sink_tokens", "recent_tokens": "recent_tokens", "layers": "protect_layers"}
+
+
+def _flat_pipeline(given: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A pipeline as files write it, ``protect`` and pairs of codecs included, by the names of the fields."""
+    flat = dict(given)
+    protect = flat.pop("protect", None)
+    if protect is not None:
+        if not isinstance(protect, Mapping):
+            raise ConfigError(f"protect is {protect!r} in {source}; it must be a mapping of {', '.join(PROTECT)}")
+        for key, value in protect.items():
+            if key not in PROTECT:
+                raise ConfigError(f"unknown setting {key!r} in {source}: protect; known: {', '.join(PROTECT)}")
+            flat.setdefault(PROTECT[key], value)
+    if isinstance(flat.get("codec"), Mapping):
+        flat["codec"] = ",".join(f"{plane}={name}" for plane, name in flat["codec"].items())
+    if isinstance(flat.get("protect_layers"), list | tuple):
+        flat["protect_layers"] = ",".join(str(layer) for layer in flat["protect_layers"])
+    return flat
 
 
 def _convert(key: str, value: Any, kind: str, source: str) -> Any:

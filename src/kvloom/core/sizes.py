@@ -10,8 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvloom.core.block_sizes import SERVED_BLOCK_BYTES
 from kvloom.core.errors import CapacityError, ConfigError
 from kvloom.core.layout import KVLayout, LayerGroup
+from kvloom.core.storage import Encoding, StorageGroup, storage_groups
 
 ALIGNMENT = 64  # bytes; every block, span and slab starts on a cache line
 MIN_SLAB_BYTES = 256 * 1024
@@ -20,11 +22,12 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
-# Bytes of one plane's block under a codec: (dim, block_size) -> bytes. A new codec adds its line here.
+# Bytes of one plane's block under a codec that the engine has: (dim, block_size) -> bytes.
 CODEC_BLOCK_BYTES: Mapping[str, Callable[[int, int], int]] = {
     "bfloat16": lambda dim, block_size: 2 * dim * block_size,
     "float16": lambda dim, block_size: 2 * dim * block_size,
     "float32": lambda dim, block_size: 4 * dim * block_size,
+    **SERVED_BLOCK_BYTES,
 }
 
 _SIZE_UNITS: Mapping[str, int] = {
@@ -155,33 +158,18 @@ def choose_slab_bytes(run_bytes: Sequence[int]) -> int:
         runs += 1
 
 
-def window_blocks(window: int, chunk: int, block_size: int) -> int:
-    """Most blocks of a windowed group that a sequence holds while it computes ``chunk`` tokens.
-
-    The first query of a chunk at position s sees keys from s - window + 1, the last one stands at
-    s + chunk - 1: window - 1 + chunk tokens, on one more block than they fill when unaligned.
-    """
-    return -(-(window - 1 + chunk) // block_size) + 1
-
-
-def group_blocks(group: LayerGroup, num_tokens: int, chunk: int, block_size: int) -> int:
-    """Most blocks of ``group`` that a sequence of ``num_tokens`` holds while it computes ``chunk``."""
-    blocks = -(-num_tokens // block_size)
-    if group.window is None:
-        return blocks
-    return min(blocks, window_blocks(group.window, min(chunk, num_tokens), block_size))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
     """What the engine allocates, to the byte, and what fits into it.
 
+    ``storage`` and ``spans`` go together: the format in which each group's spans are kept.
     ``sequences_at_max_len`` counts sequences of ``max_model_len`` tokens held at once while one
     chunk of ``max_batch_tokens`` is computed.
     """
 
     layout: KVLayout
     spans: tuple[SpanGeometry, ...]
+    storage: tuple[StorageGroup, ...]
     slab_bytes: int
     num_slabs: int
     reserve_slabs: int
@@ -205,15 +193,22 @@ class MemoryPlan:
         return self.slab_bytes // self.spans[group].span_bytes
 
     def bytes_per_token(self) -> int:
-        """Bytes that one more token costs in every group while no window has passed."""
-        return sum(span.token_bytes for span in self.spans)
+        """Bytes that one more token costs in every group while no window has passed.
+
+        Where blocks are encoded, those of the encoded one: what stays raw is the same for any length.
+        """
+        return sum(
+            span.token_bytes
+            for group, span in zip(self.storage, self.spans, strict=True)
+            if group.encoded or group.twin is None
+        )
 
     def slabs_for(self, num_sequences: int, num_tokens: int) -> int:
         """Slabs that ``num_sequences`` of ``num_tokens`` hold, one of them in a full chunk."""
         total = 0
-        for index, group in enumerate(self.layout.groups):
-            steady = group_blocks(group, num_tokens, 1, self.block_size)
-            peak = group_blocks(group, num_tokens, self.max_batch_tokens, self.block_size)
+        for index, group in enumerate(self.storage):
+            steady = group.most_blocks(num_tokens, 0)
+            peak = group.most_blocks(num_tokens, self.max_batch_tokens)
             spans = num_sequences * steady + (peak - steady)
             total += -(-spans // self.spans_per_slab(index))
         return total
@@ -245,19 +240,25 @@ def plan_memory(
     codecs: Mapping[str, str],
     max_model_len: int,
     max_batch_tokens: int,
+    encoding: Encoding | None = None,
     reserve_bytes: int = 0,
 ) -> MemoryPlan:
     """Cut ``budget_bytes`` into slabs for ``layout``.
+
+    ``codecs`` names each plane's raw format; ``encoding`` what full blocks become (None: they stay raw).
 
     Raises:
         ConfigError: an impossible block size or codec.
         CapacityError: one sequence of ``max_model_len`` tokens does not fit; names the size that would.
     """
-    spans = tuple(span_geometry(group, block_size, codecs) for group in layout.groups)
+    check_block_size(block_size)
+    storage = storage_groups(layout, block_size, encoding)
+    spans = tuple(span_geometry(item.group, block_size, _formats(item, codecs, encoding)) for item in storage)
     slab_bytes = choose_slab_bytes([span.span_bytes for span in spans])
     plan = MemoryPlan(
         layout=layout,
         spans=spans,
+        storage=storage,
         slab_bytes=slab_bytes,
         num_slabs=budget_bytes // slab_bytes,
         reserve_slabs=-(-reserve_bytes // slab_bytes),
@@ -272,3 +273,11 @@ def plan_memory(
             f"give --kv-cache-memory {needed} or more, or lower --max-model-len"
         )
     return plan
+
+
+def _formats(item: StorageGroup, raw: Mapping[str, str], encoding: Encoding | None) -> dict[str, str]:
+    """Plane name -> the format in which ``item`` keeps it."""
+    formats = {plane.name: raw[plane.name] for plane in item.group.planes if plane.name in raw}
+    if item.encoded and encoding is not None:
+        formats = {name: encoding.plane_codec(name, format) for name, format in formats.items()}
+    return formats

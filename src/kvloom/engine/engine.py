@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from kvloom.attention.batch import KVStore
+from kvloom.attention.coders import coder_maker
 from kvloom.attention.formats import block_formats
 from kvloom.cache.arena import allocate_arena, free_device_bytes, poison
 from kvloom.cache.keys import namespace_digest
@@ -30,9 +31,11 @@ from kvloom.core.messages import EngineRequest, FinishReason, SequenceOutput, Se
 from kvloom.core.sequence import Sequence, SequenceStatus
 from kvloom.core.sizes import MemoryPlan, plan_memory
 from kvloom.core.stats import EngineInfo, EngineSnapshot
+from kvloom.core.storage import split_layers
 from kvloom.engine.draw import sequence_seed
 from kvloom.engine.logprobs import prompt_logprobs
 from kvloom.engine.noise import SAFETY, measure_noise
+from kvloom.engine.pipeline import resolve_encoding
 from kvloom.engine.runner import ModelRunner
 from kvloom.engine.sampler import SamplingBatch, SamplingRow, sample
 from kvloom.engine.scheduler import Chunk, Scheduler
@@ -83,6 +86,9 @@ class Engine:
             torch.set_num_threads(config.num_threads)
         self.config = config
         self.loaded = load_model(config) if loaded is None else loaded
+        self.encoding = resolve_encoding(config.pipeline, self.loaded.layout, self._dtype())
+        if self.encoding is not None and self.encoding.layers:
+            self.loaded = replace(self.loaded, layout=split_layers(self.loaded.layout, self.encoding.layers))
         model = self.loaded
         self.device: torch.device = next(model.model.parameters()).device
         self.max_model_len = self._resolve_max_model_len()
@@ -97,7 +103,11 @@ class Engine:
         self.plan = self._plan_memory()
         arena = allocate_arena(self.plan.arena_bytes, self.device)
         self.store = KVStore(
-            layout=model.layout, arena=arena, formats=block_formats(self.plan, backend), backend=backend
+            layout=model.layout,
+            arena=arena,
+            formats=block_formats(self.plan, backend, coder_maker(backend, None, None)),
+            storage=self.plan.storage,
+            backend=backend,
         )
         self._namespace = self._make_namespace()
         on_free = (lambda offset, size: poison(arena, offset, size)) if config.debug_poison else None
@@ -155,6 +165,10 @@ class Engine:
         config, loaded = self.config, self.loaded
         if config.step == "transformers":
             return "transformers", 0.0
+        if self.encoding is not None and not getattr(NativeModel, "reads_codecs", False):
+            if config.step == "native":
+                raise ConfigError("step is 'native', but it does not read encoded blocks yet; use --step auto")
+            return f"transformers (codec {self.encoding.name} is not read natively yet)", 0.0
         if isinstance(loaded.model, NativeModel):
             return "native", 0.0
         found = build_native_step(loaded.model, loaded.model_type, loaded.layout, backend)
@@ -177,9 +191,12 @@ class Engine:
             )
         return own if asked is None else asked
 
+    def _dtype(self) -> str:
+        return str(next(self.loaded.model.parameters()).dtype).removeprefix("torch.")
+
     def _plan_memory(self) -> MemoryPlan:
         config, layout = self.config, self.loaded.layout
-        dtype = str(next(self.loaded.model.parameters()).dtype).removeprefix("torch.")
+        dtype = self._dtype()
         codecs = {plane.name: dtype for group in layout.groups for plane in group.planes}
 
         def plan(budget: int) -> MemoryPlan:
@@ -190,6 +207,7 @@ class Engine:
                 codecs=codecs,
                 max_model_len=self.max_model_len,
                 max_batch_tokens=config.max_batch_tokens,
+                encoding=self.encoding,
             )
 
         free = free_device_bytes(self.device)
@@ -211,11 +229,15 @@ class Engine:
                 "rope_frequencies": model.rope_digest,
                 "dtype": str(next(model.model.parameters()).dtype),
                 "planes": [
-                    [[p.name, p.dim, str(p.dtype), p.order, p.pack, p.offset] for p in fmt.planes]
+                    [
+                        [p.name, p.dim, str(p.dtype), p.order, p.pack, p.offset, getattr(p.codec, "identity", None)]
+                        for p in fmt.planes
+                    ]
                     for fmt in self.store.formats
                 ],
                 "groups": [[g.name, list(g.layers), g.num_heads, g.window] for g in model.layout.groups],
                 "pipeline": repr(self.config.pipeline),
+                "encoding": repr(self.encoding),
                 "deterministic": self.config.deterministic,
                 "step": self.step_name,
                 "shard": [0, 1],
@@ -226,8 +248,15 @@ class Engine:
         model, plan, store = self.loaded, self.plan, self.store
         # What a token really takes: read off the formats that the kernels use, not off the plan.
         actual = sum(
-            group.num_layers * fmt.num_heads * sum(plane.dim * plane.dtype.itemsize for plane in fmt.planes)
-            for group, fmt in zip(model.layout.groups, store.formats, strict=True)
+            item.group.num_layers
+            * fmt.num_heads
+            * sum(
+                plane.dim * plane.dtype.itemsize * fmt.block_size if plane.codec is None else plane.codec.num_bytes
+                for plane in fmt.planes
+            )
+            // fmt.block_size
+            for item, fmt in zip(store.storage, store.formats, strict=True)
+            if item.encoded or item.twin is None
         )
         return EngineInfo(
             model=model.name,
@@ -254,15 +283,15 @@ class Engine:
             sequences_at_max_len=plan.sequences_at_max_len,
             groups=tuple(
                 {
-                    "name": group.name,
-                    "layers": group.num_layers,
-                    "kv_heads": group.num_heads,
-                    "window": group.window,
+                    "name": item.name,
+                    "layers": item.group.num_layers,
+                    "kv_heads": item.group.num_heads,
+                    "window": item.window,
                     "span_bytes": span.span_bytes,
                     "spans": plan.usable_slabs * (plan.slab_bytes // span.span_bytes),
                     "bytes_per_token": span.token_bytes,
                 }
-                for group, span in zip(model.layout.groups, plan.spans, strict=True)
+                for item, span in zip(plan.storage, plan.spans, strict=True)
             ),
         )
 
@@ -667,7 +696,7 @@ class Engine:
             prefix_hit_rate=scheduler.hit_rate,
             evicted_spans=self.manager.num_evicted,
             misses=dict(scheduler.misses),
-            fallbacks=dict(self.store.backend.fallbacks),
+            fallbacks={**self.store.backend.fallbacks, **self.store.faults},
             errors=dict(self._errors),
             steps=self._steps,
         )

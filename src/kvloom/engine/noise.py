@@ -34,7 +34,10 @@ def measure_noise(
     Raises:
         ConfigError: deterministic mode was asked for, and equal rows gave unequal results.
     """
-    length = min(PROBE_TOKENS, max_tokens - 1, max(2, max_tokens // 2))
+    # Long enough that the last queries read encoded blocks, where there are any.
+    encoded = max((item.sinks + (item.recents or 0) + 3 for item in manager.plan.storage if item.encoded), default=0)
+    wanted = max(PROBE_TOKENS, encoded * manager.block_size)
+    length = min(wanted, max_tokens - 1, max(2, max_tokens // 2))
     rows = min(PROBE_ROWS, length - 1)
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, vocab_size, size=length, dtype=np.int32)
@@ -88,7 +91,8 @@ def _compute(
             found.append(runner.forward(chunks, wanted).float().cpu())
         else:
             runner.forward(chunks, np.array([offset + count - 1], dtype=np.int64))
-        sequence.cache.num_computed = start = start + count
+        start += count
+        manager.mark_computed(sequence.cache, start)
     for done in (sequence, *companions):
         manager.release(done.cache)
     return torch.cat(found)

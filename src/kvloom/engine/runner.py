@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from kvloom.attention.batch import KVBatch, KVStore
+from kvloom.attention.batch import EncodeTask, KVBatch, KVStore
 from kvloom.cache.manager import ABSENT
 from kvloom.engine.scheduler import Chunk
 from kvloom.kernels.ops import QueryBatch
@@ -38,6 +38,7 @@ class ModelRunner:
         self._device = store.arena.device
         # Where a row's result depends on its own token and keys only, tiles would change nothing.
         self._tiles = deterministic and not getattr(model, "batch_invariant", False)
+        self._encoded = [group for group, item in enumerate(store.storage) if item.encoded]
 
     @torch.inference_mode()
     def forward(self, chunks: Seq[Chunk], rows: np.ndarray) -> torch.Tensor:
@@ -51,8 +52,33 @@ class ModelRunner:
         tables = self._tables(chunks)
         if not self._tiles:
             queries = QueryBatch.build(counts, firsts, self._device)
-            return self._call(ids, queries.positions, queries, tables, torch.from_numpy(rows).to(self._device))
-        return self._forward_tiles(ids, counts, firsts, tables, rows)
+            keep = torch.from_numpy(rows).to(self._device)
+            tasks = self._tasks(chunks, self._done(chunks), firsts + counts)
+            return self._call(ids, queries.positions, queries, tables, keep, tasks)
+        return self._forward_tiles(chunks, ids, counts, firsts, tables, rows)
+
+    def _done(self, chunks: Seq[Chunk]) -> dict[int, list[int]]:
+        """Per encoded group, how many blocks each chunk's sequence has encoded."""
+        return {group: [chunk.sequence.cache.num_encoded[group] for chunk in chunks] for group in self._encoded}
+
+    def _tasks(self, chunks: Seq[Chunk], done: dict[int, list[int]], ends: np.ndarray) -> dict[int, EncodeTask]:
+        """What a pass up to ``ends`` encodes, per encoded group; ``done`` is counted up to it."""
+        tasks: dict[int, EncodeTask] = {}
+        for group in self._encoded:
+            item = self._store.storage[group]
+            assert item.twin is not None
+            found: list[np.ndarray] = []
+            for row, chunk in enumerate(chunks):
+                cache, end = chunk.sequence.cache, item.extent(int(ends[row]))
+                blocks = np.arange(max(item.sinks, done[group][row]), end, dtype=np.int64)
+                done[group][row] = max(done[group][row], end)
+                if len(blocks):
+                    places = (cache.table(item.twin)[blocks], cache.table(group)[blocks], blocks * item.block_size)
+                    found.append(np.stack(places))
+            if found:
+                raw, encoded, first = torch.from_numpy(np.concatenate(found, axis=1)).to(self._device)
+                tasks[group] = EncodeTask(raw_offsets=raw, encoded_offsets=encoded, first_positions=first)
+        return tasks
 
     def _tables(self, chunks: Seq[Chunk]) -> tuple[torch.Tensor, ...]:
         """Per group, int64 [S, max_blocks]."""
@@ -72,19 +98,29 @@ class ModelRunner:
         queries: QueryBatch,
         tables: tuple[torch.Tensor, ...],
         keep: torch.Tensor,
+        tasks: dict[int, EncodeTask],
     ) -> torch.Tensor:
+        last = int(np.max(queries.first_position_host + np.diff(queries.query_start_host), initial=1)) - 1
         output = self._model(
             input_ids=torch.from_numpy(ids).to(self._device).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=keep,
-            kv=KVBatch(store=self._store, queries=queries, tables=tables, num_padding=len(ids) - queries.num_tokens),
+            kv=KVBatch(
+                store=self._store,
+                queries=queries,
+                tables=tables,
+                num_padding=len(ids) - queries.num_tokens,
+                encode=tasks,
+                last_block=last // self._store.formats[0].block_size,
+            ),
         )
         logits: torch.Tensor = output.logits[0]
         return logits
 
     def _forward_tiles(
         self,
+        chunks: Seq[Chunk],
         ids: np.ndarray,
         counts: np.ndarray,
         firsts: np.ndarray,
@@ -94,6 +130,7 @@ class ModelRunner:
         starts = np.concatenate([[0], np.cumsum(counts)])
         every_row = torch.arange(TILE, device=self._device)
         parts: list[torch.Tensor] = []
+        done = self._done(chunks)
         for low in range(0, len(ids), TILE):
             high = min(low + TILE, len(ids))
             # The parts of chunks that fall into rows low … high of the packed tokens.
@@ -110,7 +147,9 @@ class ModelRunner:
             wanted = rows[(rows >= low) & (rows < high)] - low
             # Logits of all rows or, where none is wanted, of one: the product's shape never depends on how many are.
             keep = every_row if len(wanted) else every_row[:1]
-            logits = self._call(padded, positions, queries, tuple(table[select] for table in tables), keep)
+            ends = firsts + np.maximum(end - starts[:-1], 0)  # chunks that begin later have nothing due yet
+            tasks = self._tasks(chunks, done, ends)
+            logits = self._call(padded, positions, queries, tuple(table[select] for table in tables), keep, tasks)
             if len(wanted):
                 parts.append(logits[torch.from_numpy(wanted).to(self._device)])
         return torch.cat(parts) if parts else torch.empty(0, 0, device=self._device)

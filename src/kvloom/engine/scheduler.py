@@ -318,8 +318,7 @@ class Scheduler:
         return self.manager.free_bytes - promised - self._outstanding(sequence) >= self._watermark_bytes
 
     def _outstanding(self, sequence: Sequence) -> int:
-        blocks = -(-sequence.num_tokens // self._block_size) - -(-sequence.num_computed // self._block_size)
-        return self.manager.bytes_for(blocks, self.max_batch_tokens) if blocks > 0 else 0
+        return self.manager.bytes_for(sequence.num_computed, sequence.num_tokens, self.max_batch_tokens)
 
     def _displace(self, sequence: Sequence, plan: dict[int, Chunk]) -> int | None:
         """Preempt the last running sequence if its priority is strictly behind ``sequence``'s.

@@ -20,6 +20,21 @@ from kvloom.core.errors import ConfigError
 Order = Literal["token", "channel"]
 
 
+class BlockCoder(Protocol):
+    """What kernels need of a codec (``codecs.base.PlaneCodec``): one plane's full blocks to bytes and back."""
+
+    name: str
+    num_bytes: int
+
+    def encode(self, rows: torch.Tensor, *, layer: int, first_position: torch.Tensor | None = None) -> torch.Tensor:
+        """uint8 [N, heads, num_bytes] from rows [N, heads, block_size, dim]."""
+        ...
+
+    def decode(self, data: torch.Tensor, *, layer: int, first_position: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [N, heads, block_size, dim] from uint8 [N, heads, num_bytes]."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlaneFormat:
     """How one plane's block of ``block_size`` tokens × ``dim`` channels lies in memory.
@@ -29,7 +44,8 @@ class PlaneFormat:
         order "token",   pack P:  (t // P) * (dim * P)        + d * P + t % P     [token/P][dim][P]
         order "channel", pack P:  (d // P) * (block_size * P) + t * P + d % P     [dim/P][token][P]
 
-    ``offset`` is in bytes from the block's start.
+    ``offset`` is in bytes from the block's start. With ``codec`` the block is that codec's bytes
+    instead, ``dtype`` is uint8, and order and pack say nothing.
     """
 
     name: str
@@ -38,6 +54,7 @@ class PlaneFormat:
     offset: int
     order: Order = "token"
     pack: int = 1
+    codec: BlockCoder | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +62,8 @@ class BlockFormat:
     """The blocks of one layer group in one format.
 
     The block of (layer i, head h) starts ``i * layer_bytes + h * block_bytes`` after its span's
-    arena offset. ``planes`` are (k, v) for ordinary layers and (latent, rope) for MLA.
+    arena offset. ``planes`` are (k, v) for ordinary layers and (latent, rope) for MLA. ``layers[i]``
+    is the model's layer i of the group, which codecs may ask for.
     """
 
     block_size: int
@@ -53,6 +71,11 @@ class BlockFormat:
     block_bytes: int
     layer_bytes: int
     planes: tuple[PlaneFormat, ...]
+    layers: tuple[int, ...] = ()
+
+    @property
+    def is_encoded(self) -> bool:
+        return any(plane.codec is not None for plane in self.planes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

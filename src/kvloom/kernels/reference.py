@@ -64,7 +64,7 @@ class ReferenceBackend:
         offsets = tables[batch.sequence_of, blocks] + layer_offset  # [T] bytes
         within = batch.positions % fmt.block_size
         for plane, rows in zip(fmt.planes, values, strict=True):
-            index = self._index(plane, fmt, offsets, within, arena.device)
+            index = self.element_places(plane, fmt, offsets, within, arena.device)
             arena.view(plane.dtype)[index] = rows.to(plane.dtype)
 
     def gather(
@@ -83,10 +83,30 @@ class ReferenceBackend:
         positions = torch.arange(low, high, device=arena.device)
         offsets = table[positions // fmt.block_size] + layer_offset
         within = positions % fmt.block_size
-        return [arena.view(plane.dtype)[self._index(plane, fmt, offsets, within, arena.device)] for plane in fmt.planes]
+        rows: list[torch.Tensor] = []
+        for plane in fmt.planes:
+            if plane.codec is None:
+                rows.append(arena.view(plane.dtype)[self.element_places(plane, fmt, offsets, within, arena.device)])
+                continue
+            size = fmt.block_size
+            blocks = torch.arange(low // size, -(-high // size), device=arena.device)
+            data = arena[self.encoded_index(plane, fmt, table[blocks] + layer_offset)]
+            layer = fmt.layers[layer_offset // fmt.layer_bytes]
+            decoded = plane.codec.decode(data, layer=layer, first_position=blocks * size)  # [N, heads, size, dim]
+            first = low - low // size * size
+            rows.append(decoded.transpose(1, 2).flatten(0, 1)[first : first + high - low])
+        return rows
 
     @staticmethod
-    def _index(
+    def encoded_index(plane: PlaneFormat, fmt: BlockFormat, offsets: torch.Tensor) -> torch.Tensor:
+        """[N, heads, num_bytes]: where the encoded blocks of ``plane`` at layer offsets [N] lie in the arena."""
+        assert plane.codec is not None
+        heads = torch.arange(fmt.num_heads, device=offsets.device) * fmt.block_bytes
+        within = torch.arange(plane.codec.num_bytes, device=offsets.device) + plane.offset
+        return offsets[:, None, None] + heads[None, :, None] + within[None, None, :]
+
+    @staticmethod
+    def element_places(
         plane: PlaneFormat, fmt: BlockFormat, offsets: torch.Tensor, within: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         """[N, heads, dim] element indices into the arena viewed as the plane's dtype."""
@@ -121,12 +141,13 @@ class ReferenceBackend:
             start, end = (int(x) for x in batch.query_start_host[sequence : sequence + 2])
             first = int(batch.first_position_host[sequence])
             step = 1 if self.deterministic else max(1, end - start)
+            held = self._decoded(arena, fmt, layer_offset, tables[sequence], keys, window, first, end - start)
             for row in range(start, end, step):
                 rows = slice(row, min(row + step, end))
                 position = first + row - start
                 self._attend_rows(
                     q, rows, position, arena, fmt, layer_offset, tables[sequence], scale, window, softcap, sinks,
-                    keys, out, lse,
+                    keys, held, out, lse,
                 )  # fmt: skip
         if want_lse:
             return out.float(), lse.float()
@@ -150,6 +171,24 @@ class ReferenceBackend:
         q = torch.cat([q_latent, q_rope], dim=-1)
         return self.attend(q, arena, fmt, layer_offset, tables, batch, scale=scale, keys=keys, want_lse=want_lse)
 
+    def _decoded(
+        self,
+        arena: torch.Tensor,
+        fmt: BlockFormat,
+        layer_offset: int,
+        table: torch.Tensor,
+        keys: KeyRange,
+        window: int | None,
+        first: int,
+        count: int,
+    ) -> tuple[int, list[torch.Tensor]] | None:
+        """What ``count`` queries from position ``first`` read of encoded blocks, decoded once: (from, rows)."""
+        if not fmt.is_encoded or count == 0:
+            return None
+        low = max(0, keys.bounds(first, fmt.block_size, window)[0])
+        high = keys.bounds(first + count - 1, fmt.block_size, window)[1]
+        return (low, self.gather(arena, fmt, layer_offset, table, low, high)) if low < high else None
+
     def _attend_rows(
         self,
         q: torch.Tensor,
@@ -164,6 +203,7 @@ class ReferenceBackend:
         softcap: float | None,
         sinks: torch.Tensor | None,
         keys: KeyRange,
+        held: tuple[int, list[torch.Tensor]] | None,
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
@@ -173,7 +213,11 @@ class ReferenceBackend:
         high = max(bound[1] for bound in bounds)
         if low >= high:
             return
-        k, v = (x.to(out.dtype) for x in self.gather(arena, fmt, layer_offset, table, low, high))
+        if held is None:
+            rows_of = self.gather(arena, fmt, layer_offset, table, low, high)
+        else:
+            rows_of = [x[low - held[0] : high - held[0]] for x in held[1]]
+        k, v = (x.to(out.dtype) for x in rows_of)
         if _is_latent(fmt):
             k, v = torch.cat([k, v], dim=-1), k
         groups = q.shape[1] // fmt.num_heads

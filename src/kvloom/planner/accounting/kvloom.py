@@ -5,7 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 from math import ceil
 
-from kvloom.core.sizes import ALIGNMENT, choose_slab_bytes, group_blocks, round_up
+from kvloom.core.sizes import ALIGNMENT, choose_slab_bytes, round_up
+from kvloom.core.storage import StorageGroup
 from kvloom.planner.accounting.base import Accounting, GroupBytes
 from kvloom.planner.architecture import Architecture
 from kvloom.planner.formats import CacheFormat, PlannedGroup
@@ -30,7 +31,7 @@ class Kvloom(Accounting):
         found: set[int] = set()
         for planned in self.groups:
             if planned.group.window is not None:
-                found.add(size * group_blocks(planned.group, 2**40, 1, size))
+                found.add(size * self._storage(planned)[0].most_blocks(2**40, 0))
             if planned.encoded:
                 found.add(size * self._raw_blocks(planned))
         return tuple(sorted(found))
@@ -43,26 +44,41 @@ class Kvloom(Accounting):
         )
         return block * group.num_heads * group.num_layers
 
+    def _storage(self, planned: PlannedGroup) -> tuple[StorageGroup, StorageGroup | None]:
+        """How the engine keeps the group's raw and, where there are any, its encoded blocks."""
+        size = self.form.block_size
+        if not planned.encoded or planned.group.window is not None:
+            return StorageGroup(group=planned.group, home=0, block_size=size), None
+        sinks, recents = ceil(self.form.sink_tokens / size), ceil(self.form.recent_tokens / size)
+        raw, encoded = (
+            StorageGroup(group=planned.group, home=0, block_size=size, sinks=sinks, recents=recents, encoded=which)
+            for which in (False, True)
+        )
+        return raw, encoded
+
     def _raw_blocks(self, planned: PlannedGroup) -> int:
         size = self.form.block_size
         sinks = self.form.sink_tokens if planned.group.window is None else 0
         return ceil(sinks / size) + ceil(self.form.recent_tokens / size) + 1
 
     def spans(self, planned: PlannedGroup, tokens: int, chunk: int) -> tuple[int, int]:
-        """(raw, encoded) spans that a sequence of ``tokens`` holds while it computes ``chunk``."""
-        blocks = group_blocks(planned.group, tokens, chunk, self.form.block_size)
-        if not planned.encoded:
-            return blocks, 0
-        raw = min(blocks, self._raw_blocks(planned))
-        return raw, blocks - raw
+        """(raw, encoded) spans that a sequence of ``tokens`` holds while it computes ``chunk``; 0: at rest."""
+        raw, encoded = self._storage(planned)
+        blocks = raw.most_blocks(tokens, chunk)
+        if encoded is not None:
+            return blocks, encoded.most_blocks(tokens, chunk)
+        if planned.encoded:  # an encoded window, which the engine does not have yet
+            kept = min(blocks, self._raw_blocks(planned))
+            return kept, blocks - kept
+        return blocks, 0
 
     def _group(self, planned: PlannedGroup, tokens: int) -> GroupBytes:
-        raw, encoded = self.spans(planned, tokens, 1)
+        raw, encoded = self.spans(planned, tokens, 0)
         raw_bytes = self.span_bytes(planned, encoded=False)
         encoded_bytes = self.span_bytes(planned, encoded=True) if planned.encoded else 0
         size = self.form.block_size
         window = planned.group.window
-        growing = window is None or raw + encoded < group_blocks(planned.group, 2**40, 1, size)
+        growing = window is None or raw + encoded < self._storage(planned)[0].most_blocks(2**40, 0)
         rate = encoded_bytes if encoded else raw_bytes
         return self._describe(
             planned,
@@ -84,10 +100,9 @@ class Kvloom(Accounting):
         slab = self.slab_bytes()
         slabs = 0
         for planned in self.groups:
-            raw, encoded = self.spans(planned, tokens, 1)
-            peak = sum(self.spans(planned, tokens, self.form.chunk))
-            per_slab = slab // self.span_bytes(planned, encoded=False)
-            slabs += -(-(batch * raw + peak - raw - encoded) // per_slab)
-            if encoded:
-                slabs += -(-batch * encoded // (slab // self.span_bytes(planned, encoded=True)))
+            steady, peak = self.spans(planned, tokens, 0), self.spans(planned, tokens, self.form.chunk)
+            for held, most, encoded in zip(steady, peak, (False, True), strict=True):
+                if most:
+                    per_slab = slab // self.span_bytes(planned, encoded=encoded)
+                    slabs += -(-(batch * held + max(0, most - held)) // per_slab)
         return slabs * slab + batch * self.state_bytes()
