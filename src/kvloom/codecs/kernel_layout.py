@@ -164,6 +164,9 @@ def for_kernels(codec: BlockCodec) -> KernelLayout | None:
         if field.bits == 0 and field not in codes
     ):
         return None  # groups of unequal width
+    pairs = (codec.dim if codec.plane != "v" else codec.block_size) // 2
+    if bits != 8 and any(pairs % (8 // width) for width in plane_widths(bits)):
+        return None  # fewer pairs than a byte holds
     center = 0.0
     if codec.name.startswith(("turboquant", "loom")):
         levels: Sequence[int] = sphere_codebook(bits, codec.dim).levels

@@ -35,7 +35,7 @@ from kvloom.core.storage import split_layers
 from kvloom.engine.draw import sequence_seed
 from kvloom.engine.logprobs import prompt_logprobs
 from kvloom.engine.noise import SAFETY, measure_noise
-from kvloom.engine.pipeline import resolve_encoding
+from kvloom.engine.pipeline import resolve_encoding, unread_natively
 from kvloom.engine.runner import ModelRunner
 from kvloom.engine.sampler import SamplingBatch, SamplingRow, sample
 from kvloom.engine.scheduler import Chunk, Scheduler
@@ -165,13 +165,11 @@ class Engine:
         config, loaded = self.config, self.loaded
         if config.step == "transformers":
             return "transformers", 0.0
-        if self.encoding is not None and not getattr(NativeModel, "reads_codecs", False):
-            if config.step == "native":
-                raise ConfigError("step is 'native', but it does not read encoded blocks yet; use --step auto")
-            return f"transformers (codec {self.encoding.name} is not read natively yet)", 0.0
         if isinstance(loaded.model, NativeModel):
             return "native", 0.0
-        found = build_native_step(loaded.model, loaded.model_type, loaded.layout, backend)
+        found = unread_natively(self.encoding, loaded, backend, config.pipeline.block_size) or build_native_step(
+            loaded.model, loaded.model_type, loaded.layout, backend
+        )
         if isinstance(found, NativeStep):
             self.loaded = replace(loaded, model=found.model)
             return "native", found.difference

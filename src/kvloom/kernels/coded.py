@@ -11,13 +11,13 @@ import torch
 class CodedPlane:
     """One plane's codes and what undoes them: ``value = (level + center) * scale + offset``.
 
-    With ``exponent_bits`` the codes are floats of 8 bits, which have no levels. Bytes are counted from the plane's start, -1 where a plane has no such field; all numbers are
-    float16. Scales and offsets belong to tokens ([block_size, token_groups], each for dim /
-    token_groups channels) or to the block's channels ([dim]).
+    With ``exponent_bits`` the codes are floats of 8 bits, which have no levels. Bytes are counted from
+    the plane's start, -1 where a plane has no such field; all numbers are float16. Scales and offsets
+    belong to tokens ([block_size, token_groups], each for dim / token_groups channels) or to the
+    block's channels ([dim]).
 
     ``turn`` float32 [dim, dim] is the rotation: coded rows are ``row @ turn``, so queries are
-    multiplied by it before, outputs by its transpose after. ``means`` float32 [layers, heads, dim] were
-    taken off every row before coding (keys only): the run's log-sum-exp lacks ``scale * q·mean``.
+    multiplied by it before, outputs by its transpose after.
     """
 
     bits: int
@@ -31,4 +31,3 @@ class CodedPlane:
     channel_scale: int = -1
     channel_offset: int = -1
     turn: torch.Tensor | None = None
-    means: torch.Tensor | None = None

@@ -21,7 +21,8 @@ import torch
 
 from kvloom import _cpu
 from kvloom.core.errors import ConfigError
-from kvloom.kernels.ops import EVERY_KEY, BlockFormat, KeyRange, Order, QueryBatch
+from kvloom.kernels.coded import CodedPlane
+from kvloom.kernels.ops import EVERY_KEY, BlockFormat, KeyRange, Order, PlaneFormat, QueryBatch
 from kvloom.kernels.reference import ReferenceBackend
 
 ISA_VARIABLE = "KVLOOM_CPU_ISA"
@@ -107,6 +108,7 @@ class CpuBackend:
             gomp_parallel = find_gomp_parallel()
             self.shares_torch_threads = gomp_parallel != _OWN_POOL
         self.gomp_parallel = gomp_parallel
+        self._width = _cpu.panel_width(self.variant) // 4  # lanes of a vector
         self.fallbacks: Counter[str] = Counter()
         self._kernels = _cpu.Kernels(self.variant, self.num_threads, gomp_parallel)
         self._reference = ReferenceBackend(deterministic=deterministic)
@@ -175,12 +177,18 @@ class CpuBackend:
         reason, native = self._lookup(fmt, num_query_heads)
         if native is not None and q.dtype not in _DTYPES:
             reason, native = f"queries are {q.dtype}", None
+        if native is not None and softcap and _removes_mean(fmt):
+            reason, native = "a softcap needs the keys' mean in every logit", None
         if native is None:
             self.fallbacks[f"attend: {reason}"] += 1
             return self._reference.attend(
                 q, arena, fmt, layer_offset, tables, batch, scale=scale, window=window, softcap=softcap, sinks=sinks,
                 keys=keys, want_lse=want_lse,
             )  # fmt: skip
+        plain, dtype = q, q.dtype
+        coded = any(plane.codec is not None for plane in fmt.planes)
+        if coded:
+            q = _turned(q.float(), fmt.planes[0], transposed=False)
         q = _rows(q, batch.num_tokens, num_query_heads, fmt.planes[0].dim)
         out = torch.empty(num_tokens, num_query_heads, fmt.planes[1].dim, dtype=torch.float32 if want_lse else q.dtype)
         lse = torch.empty(num_tokens, num_query_heads, dtype=torch.float32) if want_lse else None
@@ -197,6 +205,12 @@ class CpuBackend:
             keys.first_block, -1 if keys.end_block is None else keys.end_block,
             keys.min_lag, -1 if keys.max_lag is None else keys.max_lag,
         )  # fmt: skip
+        if coded:
+            out = _turned(out, fmt.planes[1], transposed=True)
+            if lse is not None:
+                _add_mean(lse, plain, fmt, layer_offset, scale)
+            elif out.dtype != dtype:
+                out = out.to(dtype)
         return out, lse
 
     def attend_latent(
@@ -238,6 +252,10 @@ class CpuBackend:
         )  # fmt: skip
         return out, lse
 
+    def unreadable_plane(self, plane: PlaneFormat, block_size: int) -> str | None:
+        """Why an encoded ``plane`` is not read natively, or None."""
+        return _coded_reason(plane, block_size, self._width)
+
     def native_format(self, fmt: BlockFormat, num_query_heads: int) -> _cpu.Format:
         """``fmt`` as native code takes it.
 
@@ -262,10 +280,14 @@ class CpuBackend:
             native = None
             if reason is None:
                 k, v = _key_first(fmt.planes, fmt)
+                raw = [plane.dtype for plane in (k, v) if plane.codec is None]
                 native = _cpu.Format(
-                    _DTYPES[k.dtype], fmt.block_size, fmt.num_heads, k.dim, v.dim, k.offset, v.offset,
-                    fmt.block_bytes, fmt.layer_bytes,
+                    _DTYPES[raw[0] if raw else torch.float32], fmt.block_size, fmt.num_heads, k.dim, v.dim,
+                    k.offset, v.offset, fmt.block_bytes, fmt.layer_bytes,
                 )  # fmt: skip
+                for is_value, plane in ((False, k), (True, v)):
+                    if plane.codec is not None:
+                        _set_codes(native, is_value, plane)
             found = self._formats[key] = (fmt, reason, native)
         return found[1], found[2]
 
@@ -289,12 +311,20 @@ class CpuBackend:
             return f"{num_query_heads} query heads are not a multiple of {fmt.num_heads} KV heads"
         if fmt.block_size < 8 or _cpu.CHUNK % fmt.block_size:
             return f"block size {fmt.block_size} is not a power of two from 8 to {_cpu.CHUNK}"
-        if fmt.planes[0].dtype != fmt.planes[1].dtype:
+        coded = any(plane.codec is not None for plane in fmt.planes)
+        if coded and names != ("k", "v"):
+            return "encoded latents are not read natively"
+        if not coded and fmt.planes[0].dtype != fmt.planes[1].dtype:
             stored = " and ".join(f"{plane.name} is stored as {plane.dtype}" for plane in fmt.planes)
             return f"{stored}, not alike"
         if fmt.block_bytes % 4 or fmt.layer_bytes % 4:
             return "blocks are not aligned to 4 bytes"
         for plane in fmt.planes:
+            if plane.codec is not None:
+                reason = _coded_reason(plane, fmt.block_size, self._width)
+                if reason is not None:
+                    return reason
+                continue
             if plane.dtype not in _DTYPES:
                 return f"plane {plane.name} is stored as {plane.dtype}"
             if not _dim_supported(plane.name, plane.dim):
@@ -306,6 +336,80 @@ class CpuBackend:
             if plane.offset % 4:
                 return f"plane {plane.name} is not aligned to 4 bytes"
         return None
+
+
+def _native_codes(plane: PlaneFormat) -> CodedPlane | None:
+    """How the plane's bytes are read natively, None where they are not."""
+    found = getattr(plane.codec, "native", None)
+    return found if isinstance(found, CodedPlane) else None
+
+
+def _coded_reason(plane: PlaneFormat, block_size: int, width: int) -> str | None:
+    """Why a vector of ``width`` lanes cannot read an encoded plane, or None."""
+    assert plane.codec is not None
+    codes, what = _native_codes(plane), f"plane {plane.name} under codec {plane.codec.name}"
+    if codes is None:
+        return f"{what} has no native reading"
+    if not _dim_supported("k", plane.dim):
+        return f"{what} has dim {plane.dim}; supported: multiples of 8, {_DIMS['k'][0]} to {_DIMS['k'][1]}"
+    keys = plane.name == "k"
+    pairs, units = (plane.dim, block_size) if keys else (block_size, plane.dim)
+    lanes = width if codes.exponent_bits else 2 * width
+    if units % lanes:
+        return f"{what} has {units} {'tokens a block' if keys else 'channels'}, no multiple of {lanes}"
+    rows = {8: 2, 4: 4, 3: 16, 2: 8}[codes.bits]
+    if not codes.exponent_bits and pairs % rows:
+        return f"{what} has {pairs} {'channels' if keys else 'tokens a block'}, no multiple of {rows}"
+    # Groups of channels are columns of values, and pairs of rows of keys.
+    if plane.dim % width or (plane.dim // codes.token_groups) % (2 if keys else width) or block_size % width:
+        return f"{what} has groups of {plane.dim // codes.token_groups} channels, no multiple of {width}"
+    return None
+
+
+def _set_codes(native: _cpu.Format, is_value: bool, plane: PlaneFormat) -> None:
+    codes = _native_codes(plane)
+    assert codes is not None
+
+    def place(offset: int) -> int:
+        return offset if offset < 0 else offset + plane.offset
+
+    native.set_codes(
+        is_value,
+        codes.bits,
+        codes.exponent_bits,
+        list(codes.levels),
+        codes.center,
+        [place(offset) for offset in codes.codes],
+        codes.token_groups,
+        place(codes.token_scale),
+        place(codes.token_offset),
+        place(codes.channel_scale),
+        place(codes.channel_offset),
+    )
+
+
+def _turned(rows: torch.Tensor, plane: PlaneFormat, *, transposed: bool) -> torch.Tensor:
+    """Queries in the directions that keys are coded in, or outputs back from those of values."""
+    codes = _native_codes(plane)
+    if codes is None or codes.turn is None:
+        return rows
+    return rows @ (codes.turn.T if transposed else codes.turn)
+
+
+def _removes_mean(fmt: BlockFormat) -> bool:
+    codec = fmt.planes[0].codec
+    return codec is not None and getattr(codec, "removed_mean", lambda layer: None)(fmt.layers[0]) is not None
+
+
+def _add_mean(lse: torch.Tensor, q: torch.Tensor, fmt: BlockFormat, layer_offset: int, scale: float) -> None:
+    """What the keys' removed mean adds to every logit of a query: ``scale * q·mean``."""
+    codec = fmt.planes[0].codec
+    removed = getattr(codec, "removed_mean", None)
+    mean = None if removed is None else removed(fmt.layers[layer_offset // fmt.layer_bytes])
+    if mean is None:
+        return
+    heads = mean.repeat_interleave(q.shape[1] // fmt.num_heads, dim=0)
+    lse += scale * (q.float() * heads).sum(-1)
 
 
 def _dim_supported(plane: str, dim: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from torch import nn
 
 from kvloom import _cpu
 from kvloom.attention.batch import KVBatch
+from kvloom.attention.encoded import encode_due
 from kvloom.core.layout import KVLayout
 from kvloom.kernels.cpu import CpuBackend
 from kvloom.kernels.packing import DTYPE_CODES, PackedLinear, pack_gated, pack_linear
+from kvloom.models.native.encodings import Encodings
 from kvloom.models.native.shapes import ACTIVATIONS, SHAPES, Shape, activation_of, unrecognised
 
 _FIRST_POSITIONS = 512
@@ -54,6 +57,7 @@ class NativeModel(nn.Module):
     """
 
     batch_invariant = True
+    reads_codecs = True
 
     def __init__(
         self, model: Any, model_type: str, layout: KVLayout, backend: CpuBackend, *, pairs: bool = True
@@ -66,6 +70,7 @@ class NativeModel(nn.Module):
         if layout.shared:
             raise NoNativeStepError("layers share each other's cache")
         self._layout, self._backend = layout, backend
+        self._encodings: Encodings | None = None
         self._kept: list[torch.Tensor] = []  # what the native step holds by address
         dtype = next(model.parameters()).dtype
         # Says the dtype and device of the model to those who ask any module for its parameters.
@@ -162,9 +167,12 @@ class NativeModel(nn.Module):
         self._cover(int(ends.max(initial=0)))
         formats, batches = [], []
         for group, fmt in enumerate(store.formats):
-            place = next(place for place in self._places if place.group == group)
-            formats.append(backend.native_format(fmt, place.query_heads))
+            home = store.storage[group].home
+            heads = next(place.query_heads for place in self._places if place.group == home)
+            formats.append(backend.native_format(fmt, heads))
             batches.append(backend.native_batch(store.arena, kv.tables[group], queries))
+        if self._encodings is None or self._encodings.store is not store:
+            self._encodings = Encodings(store)
         logits = torch.empty(len(rows), self._vocab, dtype=torch.float32)
         self._step.run(
             ids.data_ptr(),
@@ -174,8 +182,8 @@ class NativeModel(nn.Module):
             self._angles[0][0].shape[-1],
             formats,
             batches,
-            [],
-            None,
+            self._encodings.native,
+            partial(self._encode, kv) if kv.encode else None,
             rows.data_ptr(),
             len(rows),
             logits.data_ptr(),
@@ -185,6 +193,10 @@ class NativeModel(nn.Module):
         if self._softcap:
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
         return StepOutput(logits.unsqueeze(0))
+
+    def _encode(self, kv: KVBatch, layer: int) -> None:
+        group, place = self._layout.homes[layer]
+        encode_due(kv, kv.store.storage[group], place)
 
     # -- building -----------------------------------------------------------------------------------
 

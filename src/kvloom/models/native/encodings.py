@@ -1,0 +1,59 @@
+"""How a native step reads the encoded blocks of a store."""
+
+from __future__ import annotations
+
+import torch
+
+from kvloom import _cpu
+from kvloom.attention.batch import KVStore
+from kvloom.kernels.coded import CodedPlane
+from kvloom.kernels.ops import BlockFormat, PlaneFormat
+
+
+class Encodings:
+    """Per layer group of ``store``, what ``_cpu.Step`` must know of its encoded blocks; empty where none are."""
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+        self._kept: list[torch.Tensor] = []  # held by address
+        self.native: list[_cpu.Encoding] = []
+        if all(item.twin is None for item in store.storage):
+            return
+        for item in store.storage[: len(store.layout.groups)]:
+            if item.twin is None:
+                self.native.append(_cpu.Encoding(-1, 0, 0, 0, 0, 0))
+                continue
+            assert item.recents is not None
+            fmt = store.formats[item.twin]
+            key, value = fmt.planes
+            query_turn, output_turn = _turn(key), _turn(value)
+            self.native.append(
+                _cpu.Encoding(
+                    item.twin,
+                    item.sinks,
+                    item.recents,
+                    self._address(query_turn),
+                    self._address(None if output_turn is None else output_turn.T),
+                    self._address(_means(fmt)),
+                )
+            )
+
+    def _address(self, tensor: torch.Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        self._kept.append(tensor.float().contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _turn(plane: PlaneFormat) -> torch.Tensor | None:
+    codes = getattr(plane.codec, "native", None)
+    return codes.turn if isinstance(codes, CodedPlane) else None
+
+
+def _means(fmt: BlockFormat) -> torch.Tensor | None:
+    """[layers of the group, heads, dim] taken off keys before they were encoded, or None."""
+    removed = getattr(fmt.planes[0].codec, "removed_mean", None)
+    if removed is None:
+        return None
+    means = [removed(layer) for layer in fmt.layers]
+    return None if means[0] is None else torch.stack(means)
