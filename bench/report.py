@@ -65,7 +65,7 @@ def _figures(figures: dict[str, Any]) -> list[str]:
         f"{figures['tokens_per_s']:.0f}",
         f"{figures['spread']:.0%}",
         str(figures["n"]),
-        f"{figures['ours_faster']:.2f}x faster" if "ours_faster" in figures else "",
+        f"{figures['ours_faster']:.2f}x as fast" if "ours_faster" in figures else "",
     ]
     if "bound_s" in figures:
         columns += [f"{figures['bound_s'] * 1e3:.1f}", f"{figures['reached']:.0%}"]
