@@ -79,7 +79,18 @@ Watermark = Annotated[
     float | None, _option("--watermark", help="share of the cache that admission leaves free (0.01)", panel=CACHE_PANEL)
 ]
 Pipeline = Annotated[str | None, _option("--pipeline", help="how the cache is kept (accuracy)", panel=CACHE_PANEL)]
-Codec = Annotated[str | None, _option("--codec", help="how blocks are encoded (raw)", panel=CACHE_PANEL)]
+Codec = Annotated[
+    str | None, _option("--codec", help="how blocks are encoded: int8, k=int8,v=int4, … (raw)", panel=CACHE_PANEL)
+]
+SinkTokens = Annotated[
+    int | None, _option("--sink-tokens", help="first tokens that stay raw (the codec's own)", panel=CACHE_PANEL)
+]
+RecentTokens = Annotated[
+    int | None, _option("--recent-tokens", help="last tokens that stay raw (the codec's own)", panel=CACHE_PANEL)
+]
+ProtectLayers = Annotated[
+    str | None, _option("--protect-layers", help="layers that stay raw, such as 0,29 (none)", panel=CACHE_PANEL)
+]
 Config = Annotated[
     Path | None, typer.Option("--config", help="YAML file of settings; flags and KVLOOM_* variables win over it")
 ]
@@ -170,6 +181,9 @@ def serve(
     watermark: Watermark = None,
     pipeline: Pipeline = None,
     codec: Codec = None,
+    sink_tokens: SinkTokens = None,
+    recent_tokens: RecentTokens = None,
+    protect_layers: ProtectLayers = None,
     device: Device = None,
     dtype: Dtype = None,
     kernels: Kernels = None,
@@ -204,6 +218,9 @@ def serve(
         "watermark": watermark,
         "pipeline": pipeline,
         "codec": codec,
+        "sink_tokens": sink_tokens,
+        "recent_tokens": recent_tokens,
+        "protect_layers": protect_layers,
         "device": device,
         "dtype": dtype,
         "kernels": kernels,
@@ -265,6 +282,9 @@ def generate(
     prefix_cache: PrefixCache = None,
     pipeline: Pipeline = None,
     codec: Codec = None,
+    sink_tokens: SinkTokens = None,
+    recent_tokens: RecentTokens = None,
+    protect_layers: ProtectLayers = None,
     device: Device = None,
     dtype: Dtype = None,
     kernels: Kernels = None,
@@ -286,6 +306,9 @@ def generate(
         "prefix_cache": prefix_cache,
         "pipeline": pipeline,
         "codec": codec,
+        "sink_tokens": sink_tokens,
+        "recent_tokens": recent_tokens,
+        "protect_layers": protect_layers,
         "device": device,
         "dtype": dtype,
         "kernels": kernels,

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from kvloom.core.config import EngineConfig, PipelineConfig
+from kvloom.core.errors import ConfigError
 from kvloom.core.request import SamplingParams
 from kvloom.core.sequence import Sequence
 from kvloom.engine.engine import Engine
 from kvloom.engine.scheduler import Chunk
 from tests.engine.simulation import NAME, Rule, simulate
-from tests.engine.tiny import load_tiny, make_model, prompt_of
+from tests.engine.tiny import ask, load_tiny, make_model, prompt_of, run
 
 CODECS = ["int8", "int4", "kivi2", "turboquant3", "k=int8,v=kivi2", "kvarn-k4v2", "k=raw,v=int4", "fp8"]
 
@@ -80,3 +81,59 @@ def test_logits_equal_a_simulation(model_type: str, codec: str, chunk: int, kern
     found = all_logits(engine, prompt, chunk)
     difference = (found - expected).abs().amax(dim=-1)
     assert difference.max() < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def test_sizes_are_exact_and_said() -> None:
+    engine = codec_engine("k=int8,v=int4", block_size=32, sink_tokens=None, recent_tokens=None, protect_layers="0")
+    info = engine.info
+    # Two encoded layers of two heads: 34 and 20 bytes a row; one raw layer of 2 x 32 float32.
+    assert info.predicted_bytes_per_token == info.actual_bytes_per_token == 2 * 2 * (34 + 20) + 2 * 64 * 4
+    assert info.bits_per_value == 8 * (34 + 20) / 64
+    assert (info.codec, info.sink_tokens, info.recent_tokens) == ("k=int8,v=int4", 32, 64)
+    assert info.protect_layers == (0,)
+    assert info.predicted_arena_bytes == info.actual_arena_bytes
+    for item, span, fmt in zip(engine.plan.storage, engine.plan.spans, engine.store.formats, strict=True):
+        assert span.span_bytes == item.group.num_layers * fmt.layer_bytes
+        assert engine.plan.slab_bytes % span.span_bytes < 0.01 * engine.plan.slab_bytes
+    ask(engine, "x", prompt_of(0, 20))
+    assert run(engine)["x", 0][-1].usage.approximations == (
+        "codec k=int8,v=int4; raw: first 32 tokens; last 64 tokens and the open block; layers 0",
+    )
+
+
+def test_a_raw_pipeline_has_no_approximation() -> None:
+    engine = codec_engine("raw", protect_layers="1")
+    assert engine.info.bits_per_value == 32.0 and not any(item.encoded for item in engine.plan.storage)
+    ask(engine, "x", prompt_of(0, 20))
+    assert run(engine)["x", 0][-1].usage.approximations == ()
+
+
+@pytest.mark.parametrize(
+    ("codec", "model_type", "more", "words"),
+    [
+        ("kvquant4", "llama", {}, "planned.*served: .*int8"),
+        ("bfloat16", "llama", {}, "computes in float32.*--dtype bfloat16"),
+        ("int8", "llama", {"protect_layers": "3"}, "layer 3.*layers 0 to 2"),
+        ("int8", "llama", {"protect_layers": "0,1,2"}, "every full-attention layer is protected"),
+        ("int8", "gemma3_text", {"protect_layers": "2"}, "would encode nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(codec: str, model_type: str, more: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        codec_engine(codec, model_type, **more)
+
+
+def test_codecs_never_share_cached_blocks() -> None:
+    namespaces = {
+        codec_engine(codec, sink_tokens=sinks)._namespace for codec in ("raw", "int8", "int4") for sinks in (0, 8)
+    }
+    assert len(namespaces) == 6
+
+
+def test_values_that_are_not_finite_are_counted() -> None:
+    loaded = load_tiny("llama")
+    engine = codec_engine("int8", loaded=loaded)
+    engine.loaded.model.model.layers[1].self_attn.v_proj.weight[0] = float("inf")
+    ask(engine, "x", prompt_of(0, 60), max_tokens=1)
+    run(engine)
+    assert any("not finite" in kind and count > 0 for kind, count in engine.snapshot().fallbacks.items())

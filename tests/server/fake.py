@@ -184,6 +184,7 @@ class FakeEngine:
                 computed_tokens=len(request.prompt_token_ids) - self.cached_tokens,
                 stored_tokens=len(request.prompt_token_ids),
                 recovered_tokens=2,
+                approximations=("codec int8",),
                 num_preemptions=1,
             ),
             queue_seconds=0.25,

@@ -40,6 +40,7 @@ async def test_chat(client: httpx.AsyncClient, engine: FakeEngine) -> None:
             "stored_tokens": len(prompt),
             "recovered_tokens": 2,
             "preemptions": 1,
+            "approximations": ["codec int8"],
         },
     }
 

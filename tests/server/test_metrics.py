@@ -96,6 +96,8 @@ async def test_kvloom_names(client: httpx.AsyncClient, engine: FakeEngine) -> No
     assert page["kvloom_steps_total"] == 99
     (info,) = page.labels("kvloom_info")
     assert (info["model"], info["dtype"], info["pipeline"]) == ("fake/model", "bfloat16", "accuracy")
+    assert (info["codec"], info["sink_tokens"], info["protect_layers"]) == ("raw", "0", "")
+    assert page["kvloom_kv_cache_bits_per_value"] == 16.0
 
 
 async def test_vllm_names(tokenizer: Any) -> None:

@@ -53,6 +53,22 @@ def test_lists() -> None:
     assert resolve_settings({"api_keys": ["f"]}, environment={"KVLOOM_API_KEY": "x"}).server.api_keys == ("f",)
 
 
+def test_codec_and_protection_as_flags_variables_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text(
+        "pipeline:\n  codec: {k: int8, v: int4}\n  protect: {sink_tokens: 16, recent_tokens: 64, layers: [0, 29]}\n"
+    )
+    pipeline = resolve_settings({}, environment={}, config=file).engine.pipeline
+    assert (pipeline.codec, pipeline.sink_tokens, pipeline.recent_tokens) == ("k=int8,v=int4", 16, 64)
+    assert pipeline.protected_layers == (0, 29)
+    environment = {"KVLOOM_CODEC": "kivi2", "KVLOOM_RECENT_TOKENS": "32", "KVLOOM_PROTECT_LAYERS": "3"}
+    flags = {"sink_tokens": 0, "codec": None}
+    pipeline = resolve_settings(flags, environment=environment, config=file).engine.pipeline
+    assert (pipeline.codec, pipeline.sink_tokens, pipeline.recent_tokens) == ("kivi2", 0, 32)
+    assert pipeline.protected_layers == (3,)
+    assert resolve_settings({}, environment={}).engine.pipeline.sink_tokens is None  # the codec's own
+
+
 def test_switches_from_text() -> None:
     settings = resolve_settings({}, environment={"KVLOOM_PREFIX_CACHE": "off", "KVLOOM_DETERMINISTIC": "1"})
     assert settings.engine.pipeline.prefix_cache is False
@@ -65,6 +81,12 @@ def test_switches_from_text() -> None:
         ("prot: 1", ["prot", "port"]),
         ("pipeline: {blok_size: 16}", ["blok_size", "block_size"]),
         ("pipeline: lossy", ["lossy", "accuracy"]),
+        ("pipeline: {codec: int88}", ["int88", "int8"]),
+        ("pipeline: {codec: {k: int8}}", ["names no codec for v"]),
+        ("pipeline: {protect: {sinks: 1}}", ["sinks", "sink_tokens"]),
+        ("pipeline: {protect: 4}", ["protect", "mapping"]),
+        ("pipeline: {protect: {layers: [-1]}}", ["protect_layers", "-1"]),
+        ("pipeline: {sink_tokens: -1}", ["sink_tokens", "0 or more"]),
         ("- a", ["list", "mapping"]),
         ("a: b: c", ["cannot read"]),
         ("port: many", ["port", "many", "int"]),

@@ -225,7 +225,7 @@ def engine_config(*layers: tuple[str, Mapping[str, Any]]) -> EngineConfig:
     """
     expanded: list[tuple[str, Mapping[str, Any]]] = []
     for source, values in layers:
-        flat = {key: value for key, value in values.items() if key != "pipeline"}
+        flat = _flat_pipeline({key: value for key, value in values.items() if key != "pipeline"}, source)
         given = values.get("pipeline")
         if isinstance(given, PipelineConfig):
             given = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}

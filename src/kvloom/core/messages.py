@@ -46,6 +46,7 @@ class SequenceUsage:
     admitted. ``computed_tokens``: tokens that ran through the model, recomputation included.
     ``stored_tokens``: tokens whose keys and values the sequence holds. ``recovered_tokens``: tokens
     found in the cache again after a preemption. ``num_preemptions``: times it gave its memory up.
+    ``approximations``: what was asked for that makes the cache inexact, in words; empty: nothing.
     """
 
     cached_tokens: int = 0
@@ -53,6 +54,7 @@ class SequenceUsage:
     stored_tokens: int = 0
     recovered_tokens: int = 0
     num_preemptions: int = 0
+    approximations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

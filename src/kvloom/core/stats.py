@@ -90,6 +90,11 @@ class EngineInfo:
     weight_bytes: int = 0  # that every step reads; 0 where unknown
     block_size: int = 32
     pipeline: str = "accuracy"
+    codec: str = "raw"
+    sink_tokens: int = 0  # first and last tokens that stay raw, in whole blocks
+    recent_tokens: int = 0
+    protect_layers: tuple[int, ...] = ()
+    bits_per_value: float = 16.0  # of what is encoded, side data included; of raw values where nothing is
     deterministic: bool = False
     rounding_noise: float = 0.0
     predicted_bytes_per_token: int = 0

@@ -35,7 +35,7 @@ from kvloom.core.storage import split_layers
 from kvloom.engine.draw import sequence_seed
 from kvloom.engine.logprobs import prompt_logprobs
 from kvloom.engine.noise import SAFETY, measure_noise
-from kvloom.engine.pipeline import resolve_encoding, unread_natively
+from kvloom.engine.pipeline import bits_per_value, describe, resolve_encoding, unread_natively
 from kvloom.engine.runner import ModelRunner
 from kvloom.engine.sampler import SamplingBatch, SamplingRow, sample
 from kvloom.engine.scheduler import Chunk, Scheduler
@@ -137,6 +137,7 @@ class Engine:
         # A native step rounds alike in every batch, but not as transformers does.
         self.rounding_noise = noise if config.deterministic else max(noise, SAFETY * self._native_difference)
         self.info = self._make_info()
+        self._approximations = describe(self.encoding, self.plan.block_size)
         self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
         self._records: dict[str, _Record] = {}
@@ -270,6 +271,11 @@ class Engine:
             weight_bytes=model.model.weight_bytes if isinstance(model.model, NativeModel) else 0,
             block_size=plan.block_size,
             pipeline=self.config.pipeline.name,
+            codec="raw" if self.encoding is None else self.encoding.name,
+            sink_tokens=max(item.sinks * item.block_size for item in plan.storage),
+            recent_tokens=max((item.recents or 0) * item.block_size for item in plan.storage),
+            protect_layers=() if self.encoding is None else self.encoding.layers,
+            bits_per_value=bits_per_value(plan),
             deterministic=self.config.deterministic,
             rounding_noise=self.rounding_noise,
             predicted_bytes_per_token=plan.bytes_per_token(),
@@ -668,6 +674,7 @@ class Engine:
                 stored_tokens=sequence.num_computed,
                 recovered_tokens=sequence.recovered_tokens,
                 num_preemptions=sequence.num_preemptions,
+                approximations=self._approximations,
             ),
             queue_seconds=max(0.0, (time.monotonic() if started is None else started) - sequence.arrival_time),
         )

@@ -9,6 +9,7 @@ from kvloom.core.codec_sizes import CODEC_CHOICES, RAW_DTYPES, is_served, parse_
 from kvloom.core.config import PipelineConfig
 from kvloom.core.errors import ConfigError
 from kvloom.core.layout import KVLayout
+from kvloom.core.sizes import MemoryPlan
 from kvloom.core.storage import Encoding, is_encoded, protected_homes, split_layers
 from kvloom.kernels.cpu import CpuBackend
 from kvloom.kernels.ops import KernelBackend, PlaneFormat
@@ -79,3 +80,22 @@ def unread_natively(
             if reason is not None:
                 return reason
     return None
+
+
+def describe(encoding: Encoding | None, block_size: int) -> tuple[str, ...]:
+    """What of the cache is inexact, in words."""
+    if encoding is None:
+        return ()
+    sinks = encoding.sink_blocks(block_size) * block_size
+    recents = encoding.recent_blocks(block_size) * block_size
+    kept = [f"first {sinks} tokens"] * bool(sinks) + [f"last {recents} tokens and the open block"]
+    kept += [f"layers {', '.join(map(str, encoding.layers))}"] * bool(encoding.layers)
+    return (f"codec {encoding.name}; raw: {'; '.join(kept)}",)
+
+
+def bits_per_value(plan: MemoryPlan) -> float:
+    """Average bits of an encoded value, side data included; of a raw one where nothing is encoded."""
+    encoded = [pair for pair in zip(plan.storage, plan.spans, strict=True) if pair[0].encoded]
+    chosen = encoded or list(zip(plan.storage, plan.spans, strict=True))
+    bits = sum(8 * plane.num_bytes * span.num_layers * span.num_heads for _, span in chosen for plane in span.planes)
+    return bits / sum(item.group.elements_per_token * span.block_size for item, span in chosen)

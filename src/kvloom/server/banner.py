@@ -47,6 +47,13 @@ def document(info: EngineInfo, url: str, models: tuple[str, ...], curl: str) -> 
         "step": info.step,
         "weight_bytes": info.weight_bytes,
         "pipeline": info.pipeline,
+        "codec": info.codec,
+        "protect": {
+            "sink_tokens": info.sink_tokens,
+            "recent_tokens": info.recent_tokens,
+            "layers": list(info.protect_layers),
+        },
+        "bits_per_value": info.bits_per_value,
         "block_size": info.block_size,
         "deterministic": info.deterministic,
         "rounding_noise": info.rounding_noise,
@@ -74,6 +81,7 @@ def rows(info: EngineInfo, url: str, models: tuple[str, ...]) -> list[tuple[str,
         ("kernels", kernels),
         ("step", info.step),
         ("pipeline", f"{info.pipeline}, blocks of {info.block_size} tokens"),
+        ("codec", _codec_text(info)),
         ("context", f"{info.max_model_len} tokens"),
         (
             "cache per token",
@@ -86,6 +94,16 @@ def rows(info: EngineInfo, url: str, models: tuple[str, ...]) -> list[tuple[str,
         ("rounding noise", noise),
         ("listening", url),
     ]
+
+
+def _codec_text(info: EngineInfo) -> str:
+    if info.codec == "raw":
+        return f"raw, {info.bits_per_value:g} bits a value"
+    layers = f", layers {', '.join(map(str, info.protect_layers))}" if info.protect_layers else ""
+    return (
+        f"{info.codec}, {info.bits_per_value:.3g} bits a value with side data; raw: first {info.sink_tokens}, last "
+        f"{info.recent_tokens} tokens and the open block{layers}"
+    )
 
 
 def _agreement(predicted: int, actual: int) -> str:

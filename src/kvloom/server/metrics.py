@@ -132,9 +132,14 @@ def kvloom_families(snapshot: EngineSnapshot, info: EngineInfo) -> Iterator[Fami
             "kernels": info.kernels,
             "kernel_variant": info.kernel_variant,
             "pipeline": info.pipeline,
+            "codec": info.codec,
+            "sink_tokens": str(info.sink_tokens),
+            "recent_tokens": str(info.recent_tokens),
+            "protect_layers": ",".join(map(str, info.protect_layers)),
             "deterministic": str(info.deterministic).lower(),
         },
     )
+    yield _gauge("kvloom_kv_cache_bits_per_value", "Bits of an encoded value, side data included.", info.bits_per_value)
     yield from _cache_families(snapshot.cache)
     yield _gauge("kvloom_requests_running", "Requests being computed.", snapshot.running)
     yield _gauge("kvloom_requests_waiting", "Requests in the queue.", snapshot.waiting)
@@ -198,7 +203,7 @@ def vllm_families(snapshot: EngineSnapshot, info: EngineInfo, labels: Mapping[st
         **labels,
         "block_size": str(info.block_size),
         "num_gpu_blocks": str(cache.arena_bytes // cache.block_bytes),
-        "cache_dtype": info.dtype,
+        "cache_dtype": info.dtype if info.codec == "raw" else info.codec,
     }
     yield _gauge("vllm:cache_config_info", "The cache's settings; always 1.", 1, settings)
 

@@ -28,7 +28,7 @@ def usage(generation: Generation) -> Json:
     """Tokens of the request so far.
 
     A prompt counts once however many answers it gets, and so do its cached tokens (``n`` answers
-    share them); ``kvloom`` adds up what the cache did for every sequence.
+    share them); ``kvloom`` adds up what the cache did for every sequence, and names what made it inexact.
     """
     prompt = sum(len(request.prompt_token_ids) for request in generation.requests)
     completion = sum(choice.num_tokens for choice in generation.choices)
@@ -47,6 +47,7 @@ def usage(generation: Generation) -> Json:
             "stored_tokens": sum(one.stored_tokens for one in per_sequence),
             "recovered_tokens": sum(one.recovered_tokens for one in per_sequence),
             "preemptions": sum(one.num_preemptions for one in per_sequence),
+            "approximations": sorted({text for one in per_sequence for text in one.approximations}),
         },
     }
 
