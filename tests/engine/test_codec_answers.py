@@ -29,20 +29,23 @@ def loaded(model_type: str) -> Any:
     return load_tiny(model_type)
 
 
-def make(model_type: str, codec: str, **more: Any) -> Engine:
+def make(model_type: str, codec: str, kernels: str, **more: Any) -> Engine:
+    """Blocks of 8, or of 16 where native kernels read them; one sink block, two recent ones."""
+    size = 8 if kernels == "reference" else 16
     return codec_engine(
-        codec, model_type, loaded=loaded(model_type), deterministic=True, max_model_len=128, **more
+        codec, model_type, kernels=kernels, loaded=loaded(model_type), deterministic=True, max_model_len=128,
+        block_size=size, sink_tokens=size, recent_tokens=2 * size if size == 8 else size, **more,
     )  # fmt: skip
 
 
 @cache
-def cold_engine(model_type: str, codec: str) -> Engine:
-    return make(model_type, codec, prefix_cache=False, max_batch_tokens=128)
+def cold_engine(model_type: str, codec: str, kernels: str) -> Engine:
+    return make(model_type, codec, kernels, prefix_cache=False, max_batch_tokens=128)
 
 
 @cache
-def cold_answer(model_type: str, codec: str, prompt: tuple[int, ...], count: int) -> Answer:
-    engine = cold_engine(model_type, codec)
+def cold_answer(model_type: str, codec: str, kernels: str, prompt: tuple[int, ...], count: int) -> Answer:
+    engine = cold_engine(model_type, codec, kernels)
     ask(engine, "x", list(prompt), max_tokens=count, logprobs=0)
     return answer_of(run(engine)["x", 0])
 
@@ -52,9 +55,9 @@ def answer_of(outputs: list[Any]) -> Answer:
 
 
 @cache
-def least_memory(model_type: str, codec: str, max_batch_tokens: int) -> int:
+def least_memory(model_type: str, codec: str, kernels: str, max_batch_tokens: int) -> int:
     try:
-        make(model_type, codec, kv_cache_memory="1kB", max_batch_tokens=max_batch_tokens)
+        make(model_type, codec, kernels, kv_cache_memory="1kB", max_batch_tokens=max_batch_tokens)
     except CapacityError as error:
         return int(str(error).split("--kv-cache-memory ")[1].split()[0])
     raise AssertionError("1 kB was enough")
@@ -73,7 +76,7 @@ operations = st.lists(
 )
 
 
-def live(engine: Engine, script: list[tuple[str, Any]], model_type: str, codec: str) -> None:
+def live(engine: Engine, script: list[tuple[str, Any]], model_type: str, codec: str, kernels: str) -> None:
     asked: dict[str, tuple[list[int], int, int]] = {}
     found: dict[tuple[str, int], list[Any]] = {}
     aborted: set[str] = set()
@@ -118,29 +121,37 @@ def live(engine: Engine, script: list[tuple[str, Any]], model_type: str, codec: 
     for name, (prompt, count, n) in asked.items():
         for index in range(n):
             if name not in aborted:
-                expected = cold_answer(model_type, codec, tuple(prompt), max(count, MOST_TOKENS))[:count]
+                expected = cold_answer(model_type, codec, kernels, tuple(prompt), max(count, MOST_TOKENS))[:count]
                 assert answer_of(found[name, index]) == expected, (name, index, len(prompt))
     state = engine.snapshot().cache
     assert state.used_bytes == 0 and state.token_bytes == 0
 
 
 @pytest.mark.parametrize(
-    ("model_type", "codec", "examples"),
-    [("llama", "int8", 12), ("llama", "kivi2", 12), ("llama", "turboquant3", 5), ("gemma3_text", "k=int8,v=kivi2", 8)],
+    ("model_type", "codec", "kernels", "examples"),
+    [
+        ("llama", "int8", "reference", 12),
+        ("llama", "kivi2", "reference", 12),
+        ("llama", "turboquant3", "reference", 5),
+        ("gemma3_text", "k=int8,v=kivi2", "reference", 8),
+        ("llama", "int8", "cpu", 20),
+        ("llama", "turboquant3", "cpu", 20),
+        ("gemma3_text", "kivi2", "cpu", 12),
+    ],
 )
-def test_warm_equals_cold_bit_by_bit(model_type: str, codec: str, examples: int) -> None:
+def test_warm_equals_cold_bit_by_bit(model_type: str, codec: str, kernels: str, examples: int) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(sizes, "MIN_SLAB_BYTES", 1)  # slabs as small as can be: memory runs short
     patch.setattr("kvloom.engine.engine.measure_noise", lambda *_, **__: 0.0)  # the traffic is a longer check
 
     @settings(max_examples=examples, deadline=None, derandomize=True)
-    @given(st.sampled_from([8, 16, 40]), st.sampled_from([1.0, 1.4, 4.0]), operations)
+    @given(st.sampled_from([16, 24, 40]), st.sampled_from([1.0, 1.4, 4.0]), operations)
     def check(max_batch_tokens: int, memory: float, script: list[tuple[str, Any]]) -> None:
-        budget = int(memory * least_memory(model_type, codec, max_batch_tokens))
+        budget = int(memory * least_memory(model_type, codec, kernels, max_batch_tokens))
         engine = make(
-            model_type, codec, kv_cache_memory=str(budget), max_batch_tokens=max_batch_tokens, max_sequences=3
+            model_type, codec, kernels, kv_cache_memory=str(budget), max_batch_tokens=max_batch_tokens, max_sequences=3
         )  # fmt: skip
-        live(engine, script, model_type, codec)
+        live(engine, script, model_type, codec, kernels)
 
     try:
         check()
@@ -153,8 +164,8 @@ def test_pressure_hits_and_forks_all_happen() -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(sizes, "MIN_SLAB_BYTES", 1)
     try:
-        budget = least_memory("llama", "int8", 40)
-        engine = make("llama", "int8", kv_cache_memory=str(budget), max_batch_tokens=40, max_sequences=3)
+        budget = least_memory("llama", "int8", "reference", 40)
+        engine = make("llama", "int8", "reference", kv_cache_memory=str(budget), max_batch_tokens=40, max_sequences=3)
         script: list[tuple[str, Any]] = [
             ("add", (0, 20, 60, 1)),
             ("add", (1, 20, 60, 3)),
@@ -162,7 +173,7 @@ def test_pressure_hits_and_forks_all_happen() -> None:
             ("turn", (0, 9, 10)),
             ("turn", (1, 20, 9)),
         ]
-        live(engine, script, "llama", "int8")
+        live(engine, script, "llama", "int8", "reference")
     finally:
         patch.undo()
     snapshot = engine.snapshot()

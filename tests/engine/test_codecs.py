@@ -65,22 +65,45 @@ def all_logits(engine: Engine, prompt: list[int], chunk: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "cpu"])
-@pytest.mark.parametrize("chunk", [150, 40, 1])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_logits_equal_a_simulation(model_type: str, codec: str, chunk: int, kernels: str) -> None:
-    if chunk == 1 and (codec not in ("int8", "kivi2") or kernels == "cpu"):
-        pytest.skip("token by token is slow; two codecs show it")
-    prompt = prompt_of(11, 150 if chunk != 1 else 60)
-    engine = codec_engine(codec, model_type, kernels=kernels, max_batch_tokens=256, protect_layers="0")
-    simulate(Rule(codec=codec, block_size=8, sinks=1, recents=2, protect=(0,)))
+def check_against_simulation(
+    model_type: str, codec: str, *, chunk: int, length: int, block_size: int, kernels: str, **settings: Any
+) -> Engine:
+    prompt = prompt_of(11, length)
+    engine = codec_engine(
+        codec, model_type, kernels=kernels, max_batch_tokens=512, protect_layers="0", block_size=block_size,
+        sink_tokens=block_size, recent_tokens=2 * block_size, **settings,
+    )  # fmt: skip
+    simulate(Rule(codec=codec, block_size=block_size, sinks=1, recents=2, protect=(0,)))
     model = make_model(model_type, NAME)
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float()
-    found = all_logits(engine, prompt, chunk)
-    difference = (found - expected).abs().amax(dim=-1)
-    assert difference.max() < 1e-4 * max(1.0, float(expected.abs().max()))
+    difference = (all_logits(engine, prompt, chunk) - expected).abs().amax(dim=-1)
+    # A value that rounding puts on the other side of a code's edge moves a few logits by about 1e-4; that is rare.
+    scale = max(1.0, float(expected.abs().max()))
+    assert difference.median() < 1e-5 * scale and difference.max() < (1e-4 if kernels == "reference" else 1e-3) * scale
+    return engine
+
+
+@pytest.mark.parametrize("chunk", [150, 40, 1])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_logits_equal_a_simulation(model_type: str, codec: str, chunk: int) -> None:
+    if chunk == 1 and codec not in ("int8", "kivi2"):
+        pytest.skip("token by token is slow; two codecs show it")
+    length = 60 if chunk == 1 else 150
+    check_against_simulation(model_type, codec, chunk=chunk, length=length, block_size=8, kernels="reference")
+
+
+@pytest.mark.parametrize("step", ["auto", "transformers"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_native_logits_equal_a_simulation(model_type: str, codec: str, step: str) -> None:
+    engine = check_against_simulation(
+        model_type, codec, chunk=96, length=290, block_size=32, kernels="cpu", step=step
+    )  # fmt: skip
+    if step == "auto" and model_type == "llama" and codec != "k=raw,v=int4":
+        assert engine.info.step == "native"
+    assert not engine.snapshot().fallbacks or codec == "k=raw,v=int4"
 
 
 def test_sizes_are_exact_and_said() -> None:
