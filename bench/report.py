@@ -29,6 +29,7 @@ def heading(document: dict[str, Any]) -> str:
         own = engine.get("engine")
         if own:
             text += f", kernels {own['kernels']}/{own['kernel_variant']}"
+            text += "".join(f", {key} {own[key]}" for key in ("codec", "step") if key in own)
         lines.append(text + "".join(f"; {note}" for note in engine.get("notes", ())))
     return "\n".join(lines)
 

@@ -31,11 +31,10 @@ class Ours:
         self.answer_tokens: int = options["answer_tokens"]
         self._names = itertools.count()
         info = self.engine.info
-        elements = sum(group.elements_per_token for group in self.engine.plan.layout.groups)
         return {
             "version": kvloom.__version__,
             "dtype": info.dtype,
-            "cache_element_bytes": info.actual_bytes_per_token / elements,
+            "cache_element_bytes": info.actual_bytes_per_token / options["elements"],
             "engine": asdict(info),
         }
 
