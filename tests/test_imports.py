@@ -15,8 +15,9 @@ MAY_IMPORT = {
     "codecs": {"core", "kernels"},
     "cache": {"core", "codecs"},
     "attention": {"core", "kernels", "codecs"},
-    "models": {"core", "attention", "kernels"},
+    "models": {"core", "attention", "kernels", "codecs"},
     "engine": {"core", "cache", "models", "attention", "kernels"},
+    "gate": {"core", "engine", "models"},
     "planner": {"core"},
     "server": {"core", "engine", "planner"},
 }

@@ -18,6 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from kvloom.core.errors import KvloomError, RequestError
+from kvloom.gate.command import gate
+from kvloom.models.calibrate_command import calibrate
 from kvloom.models.command import models
 from kvloom.planner.command import plan
 
@@ -90,6 +92,10 @@ RecentTokens = Annotated[
 ]
 ProtectLayers = Annotated[
     str | None, _option("--protect-layers", help="layers that stay raw, such as 0,29 (none)", panel=CACHE_PANEL)
+]
+Calibration = Annotated[
+    str | None,
+    _option("--calibration", help="file of kvloom calibrate (the model's own in --cache-dir)", panel=CACHE_PANEL),
 ]
 Config = Annotated[
     Path | None, typer.Option("--config", help="YAML file of settings; flags and KVLOOM_* variables win over it")
@@ -184,6 +190,7 @@ def serve(
     sink_tokens: SinkTokens = None,
     recent_tokens: RecentTokens = None,
     protect_layers: ProtectLayers = None,
+    calibration: Calibration = None,
     device: Device = None,
     dtype: Dtype = None,
     kernels: Kernels = None,
@@ -221,6 +228,7 @@ def serve(
         "sink_tokens": sink_tokens,
         "recent_tokens": recent_tokens,
         "protect_layers": protect_layers,
+        "calibration": calibration,
         "device": device,
         "dtype": dtype,
         "kernels": kernels,
@@ -285,6 +293,7 @@ def generate(
     sink_tokens: SinkTokens = None,
     recent_tokens: RecentTokens = None,
     protect_layers: ProtectLayers = None,
+    calibration: Calibration = None,
     device: Device = None,
     dtype: Dtype = None,
     kernels: Kernels = None,
@@ -309,6 +318,7 @@ def generate(
         "sink_tokens": sink_tokens,
         "recent_tokens": recent_tokens,
         "protect_layers": protect_layers,
+        "calibration": calibration,
         "device": device,
         "dtype": dtype,
         "kernels": kernels,
@@ -342,7 +352,9 @@ def generate(
 
 
 app.command("plan")(plan)
+app.command("calibrate")(calibrate)
 app.add_typer(models, name="models")
+app.add_typer(gate, name="gate")
 
 
 @app.command()

@@ -134,7 +134,7 @@ def test_a_raw_pipeline_has_no_approximation() -> None:
 @pytest.mark.parametrize(
     ("codec", "model_type", "more", "words"),
     [
-        ("kvquant4", "llama", {}, "planned.*served: .*int8"),
+        ("kvquant4", "llama", {"cache_dir": "nowhere"}, "calibration.*kvloom calibrate"),
         ("bfloat16", "llama", {}, "computes in float32.*--dtype bfloat16"),
         ("int8", "llama", {"protect_layers": "3"}, "layer 3.*layers 0 to 2"),
         ("int8", "llama", {"protect_layers": "0,1,2"}, "every full-attention layer is protected"),

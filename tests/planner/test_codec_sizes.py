@@ -7,6 +7,7 @@ import pytest
 from kvloom.core.codec_sizes import (
     CODEC_CHOICES,
     PLANNED_BLOCK_BYTES,
+    RAW_DTYPES,
     bits_per_value,
     block_bytes,
     is_served,
@@ -48,7 +49,7 @@ def test_kvquant_keeps_one_percent_outliers() -> None:
     assert block_bytes("kvquant4.key", 128, 32) == 128 * 32 // 2 + 4 * 41
 
 
-@pytest.mark.parametrize("codec", sorted(PLANNED_BLOCK_BYTES))
+@pytest.mark.parametrize("codec", sorted({*PLANNED_BLOCK_BYTES, *CODEC_BLOCK_BYTES} - {*RAW_DTYPES}))
 def test_bytes_grow_with_tokens_and_width(codec: str) -> None:
     for dim in (64, 80, 96, 128, 256):
         sizes = [block_bytes(codec, dim, block) for block in (8, 16, 32, 64, 128, 256)]

@@ -31,24 +31,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvloom.core.block_sizes import BlockBytes, kvquant, split, token_scaled
+from kvloom.core.block_sizes import BlockBytes
 from kvloom.core.errors import ConfigError
 from kvloom.core.sizes import CODEC_BLOCK_BYTES
 
 # Plane codec name -> (dim, tokens in block) -> bytes. Keys are the names of one plane's format.
-PLANNED_BLOCK_BYTES: Mapping[str, BlockBytes] = {
-    "kvquant4.key": kvquant(4, 0),
-    "kvquant4.value": kvquant(4, 4),
-    "kvquant3.key": kvquant(3, 0),
-    "kvquant3.value": kvquant(3, 4),
-    "kvquant2.key": kvquant(2, 0),
-    "kvquant2.value": kvquant(2, 4),
-    "turboquant3.5": split(3),
-    "turboquant2.5": split(2),
-    "loom4": token_scaled(4, 2),
-    "loom3": token_scaled(3, 2),
-    "loom2": token_scaled(2, 2),
-}
+PLANNED_BLOCK_BYTES: Mapping[str, BlockBytes] = {}
 
 RAW_DTYPES: tuple[str, ...] = ("bfloat16", "float16", "float32")
 

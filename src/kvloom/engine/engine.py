@@ -21,7 +21,7 @@ import torch
 
 from kvloom.attention.batch import KVStore
 from kvloom.attention.coders import coder_maker
-from kvloom.attention.formats import block_formats
+from kvloom.attention.formats import MakeCoder, block_formats
 from kvloom.cache.arena import allocate_arena, free_device_bytes, poison
 from kvloom.cache.keys import namespace_digest
 from kvloom.cache.manager import CacheManager
@@ -31,7 +31,7 @@ from kvloom.core.messages import EngineRequest, FinishReason, SequenceOutput, Se
 from kvloom.core.sequence import Sequence, SequenceStatus
 from kvloom.core.sizes import MemoryPlan, plan_memory
 from kvloom.core.stats import EngineInfo, EngineSnapshot
-from kvloom.core.storage import split_layers
+from kvloom.core.storage import Encoding, split_layers
 from kvloom.engine.draw import sequence_seed
 from kvloom.engine.logprobs import prompt_logprobs
 from kvloom.engine.noise import SAFETY, measure_noise
@@ -40,9 +40,11 @@ from kvloom.engine.runner import ModelRunner
 from kvloom.engine.sampler import SamplingBatch, SamplingRow, sample
 from kvloom.engine.scheduler import Chunk, Scheduler
 from kvloom.kernels.ops import KernelBackend, choose_backend
+from kvloom.models.calibration import find_calibration
 from kvloom.models.loader import LoadedModel, auto_dtype, load_model
 from kvloom.models.native.build import NativeStep, build_native_step
 from kvloom.models.native.model import NativeModel
+from kvloom.models.rope_table import rope_table
 
 if TYPE_CHECKING:
     from kvloom.engine.grammar import GrammarCompiler, GrammarState
@@ -98,14 +100,16 @@ class Engine:
             deterministic=config.deterministic,
             num_threads=torch.get_num_threads(),
         )
-        self.step_name, self._native_difference = self._choose_step(backend)
+        self._backend = backend
+        make_coder = self.make_coder(self.encoding)
+        self.step_name, self._native_difference = self._choose_step(backend, make_coder)
         model = self.loaded
         self.plan = self._plan_memory()
         arena = allocate_arena(self.plan.arena_bytes, self.device)
         self.store = KVStore(
             layout=model.layout,
             arena=arena,
-            formats=block_formats(self.plan, backend, coder_maker(backend, None, None)),
+            formats=block_formats(self.plan, backend, make_coder),
             storage=self.plan.storage,
             backend=backend,
         )
@@ -157,7 +161,19 @@ class Engine:
 
     # -- building -----------------------------------------------------------------------------------
 
-    def _choose_step(self, backend: KernelBackend) -> tuple[str, float]:
+    def make_coder(self, encoding: Encoding | None) -> MakeCoder:
+        """Makes the codecs of ``encoding``, with the model's calibration if there is one and its rotary positions."""
+        if encoding is None:
+            return coder_maker(self._backend, None, None)
+        loaded, config = self.loaded, self.config
+        calibration = find_calibration(config.pipeline.calibration, loaded.weights_digest, config.cache_dir)
+        rope = None
+        if encoding.key.startswith("kvquant"):
+            head_dim = loaded.layout.groups[0].planes[0].dim
+            rope = rope_table(loaded.model, self.max_model_len + config.pipeline.block_size, head_dim)
+        return coder_maker(self._backend, calibration, rope)
+
+    def _choose_step(self, backend: KernelBackend, make_coder: MakeCoder) -> tuple[str, float]:
         """Put a native step in the model's place where there is one; its name, and its distance from transformers.
 
         Raises:
@@ -168,9 +184,8 @@ class Engine:
             return "transformers", 0.0
         if isinstance(loaded.model, NativeModel):
             return "native", 0.0
-        found = unread_natively(self.encoding, loaded, backend, config.pipeline.block_size) or build_native_step(
-            loaded.model, loaded.model_type, loaded.layout, backend
-        )
+        reason = unread_natively(self.encoding, loaded, backend, config.pipeline.block_size, make_coder)
+        found = reason or build_native_step(loaded.model, loaded.model_type, loaded.layout, backend)
         if isinstance(found, NativeStep):
             self.loaded = replace(loaded, model=found.model)
             return "native", found.difference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvloom.attention.coders import coder_maker
+from kvloom.attention.formats import MakeCoder
 from kvloom.core.codec_sizes import CODEC_CHOICES, RAW_DTYPES, is_served, parse_codec
 from kvloom.core.config import PipelineConfig
 from kvloom.core.errors import ConfigError
@@ -54,12 +54,11 @@ def resolve_encoding(pipeline: PipelineConfig, layout: KVLayout, dtype: str) -> 
 
 
 def unread_natively(
-    encoding: Encoding | None, loaded: LoadedModel, backend: KernelBackend, block_size: int
+    encoding: Encoding | None, loaded: LoadedModel, backend: KernelBackend, block_size: int, make: MakeCoder
 ) -> str | None:
     """Why a native step cannot read what ``encoding`` encodes, or None."""
     if encoding is None or not isinstance(backend, CpuBackend):
         return None
-    make = coder_maker(backend, None, None)
     capped = getattr(loaded.hf_config, "attn_logit_softcapping", None)
     for group in loaded.layout.groups:
         if not is_encoded(group, encoding):

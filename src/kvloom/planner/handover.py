@@ -64,7 +64,7 @@ def kvloom_yaml(pipeline: Pipeline, setting: Setting) -> str:
         written = codec.name
     lines = []
     if not pipeline.served:
-        lines.append("# planned: this version of kvloom does not serve all of it (press and tiers, codecs with a calibration)")
+        lines.append("# planned: this version of kvloom does not serve presses and tiers")
     lines += ["pipeline:", f"  block_size: {form.block_size}", f"  codec: {written}"]
     protect = []
     if form.sink_tokens or form.recent_tokens:

@@ -1,0 +1,1 @@
+"""Quality gates: what an approximate cache costs, measured through the engine."""
