@@ -120,6 +120,8 @@ void product_tile(const Operands& o, int row, int column) {
 #pragma GCC unroll 4
                     for (int v = 0; v < VECS; ++v) acc[r][v] = V::dot(acc[r][v], pair, x[v]);
                 }
+            } else if constexpr (Same<T, BF16>::value && ROWS == 3 && VECS == 4 && W == 8) {
+                V::step_3x4(acc, a, b);
             } else {
                 // Wide tiles keep the rows' factors in registers, tall ones the vectors of B.
                 constexpr bool wide = VECS == 4;

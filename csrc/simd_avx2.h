@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "convert.h"
+#include "types.h"
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -18,7 +19,7 @@ struct Vec {
         static constexpr int kRows4 = 3, kRows2 = 6, kRows1 = 6;
     };
     struct RowsOfPairs {  // splitting pairs takes registers
-        static constexpr int kRows4 = 2, kRows2 = 5, kRows1 = 6;
+        static constexpr int kRows4 = 3, kRows2 = 5, kRows1 = 6;
     };
 
     static F zero() { return _mm256_setzero_ps(); }
@@ -60,6 +61,34 @@ struct Vec {
     static F bf16_second(const uint16_t* p) {
         return _mm256_castsi256_ps(_mm256_and_si256(load_bits(p), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
     }
+
+    // A step of 3 rows and 4 vectors of pairs takes all 16 registers, and compilers spill accumulators.
+    // Each half of it: a vector of B in x, split by SPLIT, times the rows' factors.
+    static void step_3x4(F (&acc)[3][4], const float* a, const uint16_t* b) {
+#define KVLOOM_VECTOR(V, AT, SPLIT)                  \
+    "vmovdqu " AT "(%[b]), %[x]\n\t" SPLIT "\n\t"    \
+    "vfmadd231ps %[x], %[f0], %[c0" V "]\n\t"       \
+    "vfmadd231ps %[x], %[f1], %[c1" V "]\n\t"       \
+    "vfmadd231ps %[x], %[f2], %[c2" V "]\n\t"
+#define KVLOOM_HALF(SPLIT)                                                                                             \
+    asm volatile(KVLOOM_VECTOR("0", "0", SPLIT) KVLOOM_VECTOR("1", "32", SPLIT) KVLOOM_VECTOR("2", "64", SPLIT)        \
+                     KVLOOM_VECTOR("3", "96", SPLIT)                                                                   \
+                 : [c00] "+x"(acc[0][0]), [c01] "+x"(acc[0][1]), [c02] "+x"(acc[0][2]), [c03] "+x"(acc[0][3]),         \
+                   [c10] "+x"(acc[1][0]), [c11] "+x"(acc[1][1]), [c12] "+x"(acc[1][2]), [c13] "+x"(acc[1][3]),         \
+                   [c20] "+x"(acc[2][0]), [c21] "+x"(acc[2][1]), [c22] "+x"(acc[2][2]), [c23] "+x"(acc[2][3]),         \
+                   [x] "=&x"(x)                                                                                        \
+                 : [b] "r"(b), [mask] "m"(mask), [f0] "x"(f0), [f1] "x"(f1), [f2] "x"(f2)                              \
+                 : "memory")
+        alignas(32) static constexpr uint32_t mask[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                                         0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+        F x, f0 = set1(a[0]), f1 = set1(a[kLda]), f2 = set1(a[2 * kLda]);
+        KVLOOM_HALF("vpslld $16, %[x], %[x]");
+        f0 = set1(a[1]), f1 = set1(a[kLda + 1]), f2 = set1(a[2 * kLda + 1]);
+        KVLOOM_HALF("vpand %[mask], %[x], %[x]");
+#undef KVLOOM_HALF
+#undef KVLOOM_VECTOR
+    }
+
     static F load_f16(const uint16_t* p) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }

@@ -9,18 +9,31 @@ static constexpr float kLog2e = 1.44269504088896341f;
 static constexpr float kLn2 = 0.693147180559945309f;
 
 // 2^x for x <= 0; 0 below 2^-126. Minimax polynomial in x - n, n = x rounded: relative error 1e-7.
-static inline Vec::F exp2_vec(Vec::F x) {
-    x = Vec::max(x, Vec::set1(-127.0f));  // where pow2_shifted gives 0
+// Several vectors in step: one chain of dependent operations after the other would fill the
+// processor's queue with what has to wait.
+template <int N>
+static inline void exp2_vecs(Vec::F (&x)[N]) {
+    Vec::F shifted[N], p[N];
+    const auto each = [](auto f) {
+#pragma GCC unroll 8
+        for (int i = 0; i < N; ++i) f(i);
+    };
+    each([&](int i) { x[i] = Vec::max(x[i], Vec::set1(-127.0f)); });  // where pow2_shifted gives 0
     // Adding 1.5 * 2^23 rounds to an integer n and leaves it in the lowest bits, where pow2_shifted takes it.
-    const Vec::F shifted = Vec::add(x, Vec::set1(12582912.0f));
-    const Vec::F f = Vec::sub(x, Vec::sub(shifted, Vec::set1(12582912.0f)));
-    Vec::F p = Vec::set1(1.340725310e-03f);
-    p = Vec::fma(p, f, Vec::set1(9.671874215e-03f));
-    p = Vec::fma(p, f, Vec::set1(5.550308382e-02f));
-    p = Vec::fma(p, f, Vec::set1(2.402223464e-01f));
-    p = Vec::fma(p, f, Vec::set1(6.931472149e-01f));
-    p = Vec::fma(p, f, Vec::set1(1.0f));
-    return Vec::mul(p, Vec::pow2_shifted(shifted));
+    each([&](int i) { shifted[i] = Vec::add(x[i], Vec::set1(12582912.0f)); });
+    each([&](int i) { x[i] = Vec::sub(x[i], Vec::sub(shifted[i], Vec::set1(12582912.0f))); });
+    each([&](int i) { p[i] = Vec::fma(Vec::set1(1.340725310e-03f), x[i], Vec::set1(9.671874215e-03f)); });
+    each([&](int i) { p[i] = Vec::fma(p[i], x[i], Vec::set1(5.550308382e-02f)); });
+    each([&](int i) { p[i] = Vec::fma(p[i], x[i], Vec::set1(2.402223464e-01f)); });
+    each([&](int i) { p[i] = Vec::fma(p[i], x[i], Vec::set1(6.931472149e-01f)); });
+    each([&](int i) { p[i] = Vec::fma(p[i], x[i], Vec::set1(1.0f)); });
+    each([&](int i) { x[i] = Vec::mul(p[i], Vec::pow2_shifted(shifted[i])); });
+}
+
+static inline Vec::F exp2_vec(Vec::F x) {
+    Vec::F one[1] = {x};
+    exp2_vecs(one);
+    return one[0];
 }
 
 static inline float exp2_one(float x) {
@@ -58,7 +71,8 @@ void softmax_row(const ChunkArgs& args, int row, int begin, int end) {
                     static_cast<ptrdiff_t>(row) * kLda;
     const int low = args.low[row], high = args.high[row];
     const bool any = low < high;
-    const int from = low / W * W, to = high < end ? high : end;  // vectors with a visible token
+    // Vectors with a visible token.
+    const int from = any ? low / W * W : begin, to = any ? high : begin;
 
     // logit = score * scale, of which the largest is largest score * scale; with a softcap, and
     // where that does not hold, the scores are replaced by logits first.
@@ -71,29 +85,39 @@ void softmax_row(const ChunkArgs& args, int row, int begin, int end) {
         }
         scale = 1.0f;
     }
+    // Only the outermost vectors hold tokens that are not visible.
+    const auto mask = [&](int t) {
+        const Vec::F x = Vec::select(Vec::range(t, low, high), Vec::load(scores + t), Vec::set1(minus_infinity));
+        Vec::store(scores + t, x);
+    };
+    if (from < low && any) mask(from);
+    if (to % W != 0 && any) mask(to / W * W);
     Vec::F top = Vec::set1(minus_infinity);
-    for (int t = from; t < to; t += W) {
-        Vec::F x = Vec::load(scores + t);
-        if (t < low || t + W > high) {
-            x = Vec::select(Vec::range(t, low, high), x, Vec::set1(minus_infinity));
-            Vec::store(scores + t, x);
-        }
-        top = Vec::max(top, x);
-    }
+    for (int t = from; t < to; t += W) top = Vec::max(top, Vec::load(scores + t));
     const float most = any ? Vec::reduce_max(top) * scale : minus_infinity;
     const Vec::F factor = Vec::set1(scale), minus_top = Vec::set1(-most);
 
     Vec::F sum = Vec::zero();
-    for (int t = begin; t < end; t += W) {
-        Vec::F p = Vec::zero();
-        if (any && t >= from && t < to) p = exp2_vec(Vec::fma(Vec::load(scores + t), factor, minus_top));
+    const auto put = [&](int t, Vec::F p) {
         if constexpr (Same<T, BF16Dot>::value) {
             p = T::V::store_bf16(weights + t, p);  // the sum is of what V is multiplied with
         } else {
             Vec::store(weights + t, p);
         }
-        sum = Vec::add(sum, p);
+        return p;
+    };
+    int t = begin;
+    for (; t < from; t += W) put(t, Vec::zero());
+    constexpr int N = 4;
+    for (Vec::F p[N]; t + (N - 1) * W < to; t += N * W) {
+        for (int i = 0; i < N; ++i) p[i] = Vec::fma(Vec::load(scores + t + i * W), factor, minus_top);
+        exp2_vecs(p);
+        for (int i = 0; i < N; ++i) sum = Vec::add(sum, put(t + i * W, p[i]));
     }
+    for (; t < to; t += W) {
+        sum = Vec::add(sum, put(t, exp2_vec(Vec::fma(Vec::load(scores + t), factor, minus_top))));
+    }
+    for (; t < end; t += W) put(t, Vec::zero());
     args.top[row] = most;
     args.sum[row] = Vec::reduce_add(sum);
 }
