@@ -15,7 +15,7 @@ from torch import nn
 from kvloom.attention.interface import ATTENTION_NAME, register_attention
 from kvloom.attention.scratch import scratch_store
 from kvloom.core.config import EngineConfig, PipelineConfig
-from kvloom.core.errors import CapacityError, ConfigError, KvloomError, UnsupportedModelError
+from kvloom.core.errors import CapacityError, CodecError, ConfigError, KvloomError, UnsupportedModelError
 from kvloom.core.layout import KVLayout, LayerSpec, group_layers
 from kvloom.engine.engine import Engine
 from kvloom.kernels.ops import KernelBackend
@@ -197,7 +197,9 @@ def test_prepared_instances_alone_are_changed(model_type: str) -> None:
 # --- Through the engine -------------------------------------------------------------------------------
 
 
-def make_engine(model: Any, _: Any, layout: KVLayout, *, prefix_cache: bool = True, **settings: Any) -> Engine:
+def make_engine(
+    model: Any, _: Any, layout: KVLayout, *, prefix_cache: bool = True, codec: str = "raw", **settings: Any
+) -> Engine:
     """An engine for what ``load`` returned."""
     loaded = LoadedModel(
         model=model,
@@ -216,7 +218,7 @@ def make_engine(model: Any, _: Any, layout: KVLayout, *, prefix_cache: bool = Tr
         verified=True,
     )
     defaults: dict[str, Any] = {"kv_cache_memory": "16MiB", "max_batch_tokens": 64, "debug_poison": True}
-    pipeline = PipelineConfig(block_size=16, prefix_cache=prefix_cache)
+    pipeline = PipelineConfig(block_size=16, prefix_cache=prefix_cache, codec=codec, sink_tokens=16, recent_tokens=16)
     return Engine(EngineConfig(pipeline=pipeline, **(defaults | settings)), loaded)
 
 
@@ -303,3 +305,26 @@ def test_a_model_that_was_not_prepared_is_refused() -> None:
     )
     assert [plane.name for plane in store.formats[0].planes] == ["latent", "rope"]
     assert model.config.model_type == "deepseek_v3"
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_encoded_latents_cost_little_and_hits_nothing(kernels: str) -> None:
+    prompt = prompt_of(1, 120)
+
+    def logprobs(engine: Engine, name: str) -> list[float]:
+        ask(engine, name, prompt, max_tokens=6, logprobs=0, ignore_eos=True)
+        return [entry.logprob for output in run(engine)[name, 0] for entry in output.logprobs or ()]
+
+    exact = logprobs(make_engine(*load("deepseek_v3"), kernels=kernels), "x")
+    engine = make_engine(*load("deepseek_v3"), kernels=kernels, codec="int8", max_batch_tokens=32)
+    cold = logprobs(engine, "cold")
+    assert cold != exact and cold == pytest.approx(exact, abs=0.2)
+    assert logprobs(engine, "warm") == pytest.approx(cold, abs=1e-4)
+    assert engine.snapshot().prefix_hit_tokens == 112
+    planes = engine.store.formats[1].planes
+    assert [plane.codec is not None for plane in planes] == [True, False]  # rope stays raw
+
+
+def test_codecs_with_scales_per_channel_are_refused_for_latents() -> None:
+    with pytest.raises(CodecError, match="latent is key and value at once.*int8"):
+        make_engine(*load("deepseek_v3"), codec="kivi2")
