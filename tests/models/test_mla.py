@@ -326,5 +326,5 @@ def test_encoded_latents_cost_little_and_hits_nothing(kernels: str) -> None:
 
 
 def test_codecs_with_scales_per_channel_are_refused_for_latents() -> None:
-    with pytest.raises(CodecError, match="latent is key and value at once.*int8"):
+    with pytest.raises(CodecError, match=r"latent is key and value at once.*int8"):
         make_engine(*load("deepseek_v3"), codec="kivi2")
