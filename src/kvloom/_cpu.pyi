@@ -23,7 +23,6 @@ class Format:
         layer_bytes: int,
         /,
     ) -> None: ...
-
     def set_codes(
         self,
         values: bool,
