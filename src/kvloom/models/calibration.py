@@ -29,14 +29,23 @@ def calibration_path(weights_digest: str, cache_dir: str | None) -> Path:
     return cache_directory(cache_dir) / "calibration" / f"{weights_digest[:32]}.safetensors"
 
 
+def shipped_calibration(weights_digest: str) -> Path:
+    """Where this package would bring a calibration for these weights: for SmolLM2-135M-Instruct it does."""
+    return Path(__file__).with_name("calibrations") / f"{weights_digest[:32]}.safetensors"
+
+
 def find_calibration(named: str | None, weights_digest: str, cache_dir: str | None) -> Calibration | None:
-    """The calibration at ``named``, else the model's own if there is one.
+    """The calibration at ``named``, else the one made for the model, else the one shipped for it, if any.
 
     Raises:
         CodecError: the file named is missing; either is damaged or of another model.
     """
-    path = Path(named).expanduser() if named else calibration_path(weights_digest, cache_dir)
-    if named is None and not path.exists():
+    if named:
+        return Calibration.load(Path(named).expanduser(), weights_digest=weights_digest)
+    path = calibration_path(weights_digest, cache_dir)
+    if not path.exists():
+        path = shipped_calibration(weights_digest)
+    if not path.exists():
         return None
     return Calibration.load(path, weights_digest=weights_digest)
 
