@@ -47,6 +47,9 @@ static inline __m256i to_bf16(__m512 x) { return map_lanes<__m256i, uint16_t, __
 static inline __m512i widen(__m256i x) {
     return map_lanes<__m512i, uint32_t, __m256i, uint16_t>(x, [](uint16_t i) { return static_cast<uint32_t>(i); });
 }
+static inline __m512i widen_bytes(__m128i x) {
+    return map_lanes<__m512i, int32_t, __m128i, int8_t>(x, [](int8_t i) { return static_cast<int32_t>(i); });
+}
 static inline __m512 from_ints(__m512i x) {
     return map_lanes<__m512, float, __m512i, int32_t>(x, [](int32_t i) { return static_cast<float>(i); });
 }
@@ -68,6 +71,7 @@ static inline __m256i saturated(__m512i x) {
 #define _mm512_cvtps_ph(x, rounding) emulated::to_half(x)
 #define _mm512_cvtneps_pbh(x) emulated::to_bf16(x)
 #define _mm512_cvtepu16_epi32(x) emulated::widen(x)
+#define _mm512_cvtepi8_epi32(x) emulated::widen_bytes(x)
 
 // SIMDe 0.7.4 gives this name a macro of four arguments.
 #undef _mm512_madd_epi16
