@@ -11,6 +11,7 @@ from kvloom.core.errors import ConfigError
 from kvloom.core.layout import KVLayout
 from kvloom.core.sizes import MemoryPlan
 from kvloom.core.storage import Encoding, is_encoded, protected_homes, split_layers
+from kvloom.kernels.coded import removed_mean
 from kvloom.kernels.cpu import CpuBackend
 from kvloom.kernels.ops import KernelBackend, PlaneFormat
 from kvloom.models.loader import LoadedModel
@@ -70,11 +71,7 @@ def unread_natively(
             coder = make(name, plane.name, plane.dim, block_size)
             fmt = PlaneFormat(name=plane.name, dim=plane.dim, dtype=torch.uint8, offset=0, codec=coder)
             reason = backend.unreadable_plane(fmt, block_size)
-            if (
-                reason is None
-                and capped
-                and getattr(coder, "removed_mean", lambda layer: None)(group.layers[0]) is not None
-            ):
+            if reason is None and capped and removed_mean(coder, group.layers[0]) is not None:
                 reason = "a softcap needs the keys' mean in every logit"
             if reason is not None:
                 return reason

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvloom.kernels.ops import BlockCoder, PlaneFormat
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CodedPlane:
@@ -31,3 +33,16 @@ class CodedPlane:
     channel_scale: int = -1
     channel_offset: int = -1
     turn: torch.Tensor | None = None
+
+
+def native_codes(plane: PlaneFormat) -> CodedPlane | None:
+    """How the plane's bytes are read natively, None where they are not."""
+    found = getattr(plane.codec, "native", None)
+    return found if isinstance(found, CodedPlane) else None
+
+
+def removed_mean(codec: BlockCoder | None, layer: int) -> torch.Tensor | None:
+    """float32 [heads, dim] that ``codec`` took off the keys of the model's ``layer``, or None."""
+    removed = getattr(codec, "removed_mean", None)
+    mean: torch.Tensor | None = None if removed is None else removed(layer)
+    return mean

@@ -21,13 +21,13 @@ import torch
 
 from kvloom import _cpu
 from kvloom.core.errors import ConfigError
-from kvloom.kernels.coded import CodedPlane
+from kvloom.kernels.coded import native_codes, removed_mean
 from kvloom.kernels.ops import EVERY_KEY, BlockFormat, KeyRange, Order, PlaneFormat, QueryBatch
+from kvloom.kernels.packing import DTYPE_CODES
 from kvloom.kernels.reference import ReferenceBackend
 
 ISA_VARIABLE = "KVLOOM_CPU_ISA"
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/types.h
 # Least and most channels of a plane; between them, multiples of 8.
 _DIMS = {
     "k": (_cpu.MIN_DIM, _cpu.MAX_DIM),
@@ -122,7 +122,7 @@ class CpuBackend:
 
         A rope plane lies as K does, a latent as V: outputs are sums of latents (csrc/latent.h).
         """
-        if plane not in _DIMS or dtype not in _DTYPES or not _dim_supported(plane, dim):
+        if plane not in _DIMS or dtype not in DTYPE_CODES or not _dim_supported(plane, dim):
             return self._reference.plane_order(plane, dtype, dim, block_size)
         return ("channel" if plane in ("k", "rope") else "token"), (2 if dtype == torch.bfloat16 else 1)
 
@@ -145,7 +145,10 @@ class CpuBackend:
         k, v = _key_first(
             [
                 _rows(
-                    rows if rows.dtype in _DTYPES else rows.to(plane.dtype), batch.num_tokens, fmt.num_heads, plane.dim
+                    rows if rows.dtype in DTYPE_CODES else rows.to(plane.dtype),
+                    batch.num_tokens,
+                    fmt.num_heads,
+                    plane.dim,
                 )
                 for plane, rows in zip(fmt.planes, values, strict=True)
             ],
@@ -153,8 +156,8 @@ class CpuBackend:
         )
         self._kernels.write(
             native, self._batch(arena, tables, batch), layer_offset,
-            k.data_ptr(), _DTYPES[k.dtype], k.stride(0), k.stride(1),
-            v.data_ptr(), _DTYPES[v.dtype], v.stride(0), v.stride(1),
+            k.data_ptr(), DTYPE_CODES[k.dtype], k.stride(0), k.stride(1),
+            v.data_ptr(), DTYPE_CODES[v.dtype], v.stride(0), v.stride(1),
         )  # fmt: skip
 
     def attend(
@@ -175,7 +178,7 @@ class CpuBackend:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         num_tokens, num_query_heads, _ = q.shape
         reason, native = self._lookup(fmt, num_query_heads)
-        if native is not None and q.dtype not in _DTYPES:
+        if native is not None and q.dtype not in DTYPE_CODES:
             reason, native = f"queries are {q.dtype}", None
         if native is not None and softcap and _removes_mean(fmt):
             reason, native = "a softcap needs the keys' mean in every logit", None
@@ -198,8 +201,8 @@ class CpuBackend:
             sinks = sinks.to(torch.float32).contiguous()
         self._kernels.attend(
             native, self._batch(arena, tables, batch), layer_offset,
-            q.data_ptr(), _DTYPES[q.dtype], q.stride(0), q.stride(1), num_query_heads,
-            out.data_ptr(), _DTYPES[out.dtype], 0 if lse is None else lse.data_ptr(),
+            q.data_ptr(), DTYPE_CODES[q.dtype], q.stride(0), q.stride(1), num_query_heads,
+            out.data_ptr(), DTYPE_CODES[out.dtype], 0 if lse is None else lse.data_ptr(),
             scale, softcap or 0.0, 0 if sinks is None else sinks.data_ptr(),
             -1 if window is None else window,
             keys.first_block, -1 if keys.end_block is None else keys.end_block,
@@ -229,7 +232,7 @@ class CpuBackend:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         num_tokens, num_query_heads, latent_dim = q_latent.shape
         reason, native = self._lookup(fmt, num_query_heads)
-        if native is not None and (q_latent.dtype not in _DTYPES or q_rope.dtype != q_latent.dtype):
+        if native is not None and (q_latent.dtype not in DTYPE_CODES or q_rope.dtype != q_latent.dtype):
             reason, native = f"queries are {q_latent.dtype} and {q_rope.dtype}", None
         if native is None:
             self.fallbacks[f"attend_latent: {reason}"] += 1
@@ -243,10 +246,10 @@ class CpuBackend:
         out = torch.empty(num_tokens, num_query_heads, latent_dim, dtype=torch.float32 if want_lse else q_latent.dtype)
         lse = torch.empty(num_tokens, num_query_heads, dtype=torch.float32) if want_lse else None
         self._kernels.attend_latent(
-            native, self._batch(arena, tables, batch), layer_offset, _DTYPES[latent.dtype],
+            native, self._batch(arena, tables, batch), layer_offset, DTYPE_CODES[latent.dtype],
             latent.data_ptr(), latent.stride(0), latent.stride(1),
             rope.data_ptr(), rope.stride(0), rope.stride(1), num_query_heads,
-            out.data_ptr(), _DTYPES[out.dtype], 0 if lse is None else lse.data_ptr(), scale,
+            out.data_ptr(), DTYPE_CODES[out.dtype], 0 if lse is None else lse.data_ptr(), scale,
             keys.first_block, -1 if keys.end_block is None else keys.end_block,
             keys.min_lag, -1 if keys.max_lag is None else keys.max_lag,
         )  # fmt: skip
@@ -282,7 +285,7 @@ class CpuBackend:
                 k, v = _key_first(fmt.planes, fmt)
                 raw = [plane.dtype for plane in (k, v) if plane.codec is None]
                 native = _cpu.Format(
-                    _DTYPES[raw[0] if raw else torch.float32], fmt.block_size, fmt.num_heads, k.dim, v.dim,
+                    DTYPE_CODES[raw[0] if raw else torch.float32], fmt.block_size, fmt.num_heads, k.dim, v.dim,
                     k.offset, v.offset, fmt.block_bytes, fmt.layer_bytes,
                 )  # fmt: skip
                 for is_value, plane in ((False, k), (True, v)):
@@ -325,7 +328,7 @@ class CpuBackend:
                 if reason is not None:
                     return reason
                 continue
-            if plane.dtype not in _DTYPES:
+            if plane.dtype not in DTYPE_CODES:
                 return f"plane {plane.name} is stored as {plane.dtype}"
             if not _dim_supported(plane.name, plane.dim):
                 least, most = _DIMS[plane.name]
@@ -338,16 +341,10 @@ class CpuBackend:
         return None
 
 
-def _native_codes(plane: PlaneFormat) -> CodedPlane | None:
-    """How the plane's bytes are read natively, None where they are not."""
-    found = getattr(plane.codec, "native", None)
-    return found if isinstance(found, CodedPlane) else None
-
-
 def _coded_reason(plane: PlaneFormat, block_size: int, width: int) -> str | None:
     """Why a vector of ``width`` lanes cannot read an encoded plane, or None."""
     assert plane.codec is not None
-    codes, what = _native_codes(plane), f"plane {plane.name} under codec {plane.codec.name}"
+    codes, what = native_codes(plane), f"plane {plane.name} under codec {plane.codec.name}"
     if codes is None:
         return f"{what} has no native reading"
     if not _dim_supported("k", plane.dim):
@@ -367,7 +364,7 @@ def _coded_reason(plane: PlaneFormat, block_size: int, width: int) -> str | None
 
 
 def _set_codes(native: _cpu.Format, is_value: bool, plane: PlaneFormat) -> None:
-    codes = _native_codes(plane)
+    codes = native_codes(plane)
     assert codes is not None
 
     def place(offset: int) -> int:
@@ -390,7 +387,7 @@ def _set_codes(native: _cpu.Format, is_value: bool, plane: PlaneFormat) -> None:
 
 def _turned(rows: torch.Tensor, plane: PlaneFormat, *, transposed: bool) -> torch.Tensor:
     """Queries in the directions that keys are coded in, or outputs back from those of values."""
-    codes = _native_codes(plane)
+    codes = native_codes(plane)
     if codes is None or codes.turn is None:
         return rows
     return rows @ (codes.turn.T if transposed else codes.turn)
@@ -398,14 +395,12 @@ def _turned(rows: torch.Tensor, plane: PlaneFormat, *, transposed: bool) -> torc
 
 def _removes_mean(fmt: BlockFormat) -> bool:
     codec = fmt.planes[0].codec
-    return codec is not None and getattr(codec, "removed_mean", lambda layer: None)(fmt.layers[0]) is not None
+    return codec is not None and removed_mean(codec, fmt.layers[0]) is not None
 
 
 def _add_mean(lse: torch.Tensor, q: torch.Tensor, fmt: BlockFormat, layer_offset: int, scale: float) -> None:
     """What the keys' removed mean adds to every logit of a query: ``scale * q·mean``."""
-    codec = fmt.planes[0].codec
-    removed = getattr(codec, "removed_mean", None)
-    mean = None if removed is None else removed(fmt.layers[layer_offset // fmt.layer_bytes])
+    mean = removed_mean(fmt.planes[0].codec, fmt.layers[layer_offset // fmt.layer_bytes])
     if mean is None:
         return
     heads = mean.repeat_interleave(q.shape[1] // fmt.num_heads, dim=0)

@@ -6,7 +6,7 @@ import torch
 
 from kvloom import _cpu
 from kvloom.attention.batch import KVStore
-from kvloom.kernels.coded import CodedPlane
+from kvloom.kernels.coded import native_codes, removed_mean
 from kvloom.kernels.ops import BlockFormat, PlaneFormat
 
 
@@ -46,14 +46,12 @@ class Encodings:
 
 
 def _turn(plane: PlaneFormat) -> torch.Tensor | None:
-    codes = getattr(plane.codec, "native", None)
-    return codes.turn if isinstance(codes, CodedPlane) else None
+    codes = native_codes(plane)
+    return None if codes is None else codes.turn
 
 
 def _means(fmt: BlockFormat) -> torch.Tensor | None:
     """[layers of the group, heads, dim] taken off keys before they were encoded, or None."""
-    removed = getattr(fmt.planes[0].codec, "removed_mean", None)
-    if removed is None:
-        return None
-    means = [removed(layer) for layer in fmt.layers]
-    return None if means[0] is None else torch.stack(means)
+    means = [removed_mean(fmt.planes[0].codec, layer) for layer in fmt.layers]
+    found = [mean for mean in means if mean is not None]
+    return torch.stack(found) if found else None

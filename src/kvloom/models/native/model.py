@@ -17,7 +17,7 @@ from kvloom.core.layout import KVLayout
 from kvloom.kernels.cpu import CpuBackend
 from kvloom.kernels.packing import DTYPE_CODES, PackedLinear, pack_gated, pack_linear
 from kvloom.models.native.encodings import Encodings
-from kvloom.models.native.shapes import ACTIVATIONS, SHAPES, Shape, activation_of, unrecognised
+from kvloom.models.native.shapes import ACTIVATIONS, SHAPES, activation_of, unrecognised
 
 _FIRST_POSITIONS = 512
 
@@ -320,6 +320,3 @@ def _embedding_scale(embedding: Any, config: Any, dtype: torch.dtype) -> tuple[f
         return 1.0, 1.0
     exact = float(scale)
     return exact, float(torch.tensor(exact).to(dtype))
-
-
-__all__ = ["NativeModel", "NoNativeStepError", "Shape", "StepOutput"]
