@@ -191,8 +191,7 @@ class Engine:
             return "native", found.difference
         if config.step == "native":
             raise ConfigError(f"step is 'native', but {found}; use --step auto or transformers")
-        dtype = next(loaded.model.parameters()).dtype
-        if config.dtype == "auto" and auto_dtype(str(dtype).removeprefix("torch."), self.device) == "float32":
+        if config.dtype == "auto" and auto_dtype(self._dtype(), self.device) == "float32":
             loaded.model.float()  # it was loaded for a native step, in a dtype that torch multiplies slowly here
         return f"transformers ({found})", 0.0
 
@@ -279,7 +278,7 @@ class Engine:
             max_model_len=self.max_model_len,
             vocab_size=model.vocab_size,
             device=str(self.device),
-            dtype=str(next(model.model.parameters()).dtype).removeprefix("torch."),
+            dtype=self._dtype(),
             kernels=store.backend.name,
             kernel_variant=store.backend.variant,
             step=self.step_name,

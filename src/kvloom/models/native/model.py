@@ -33,12 +33,6 @@ class StepOutput:
     logits: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerPlace:
-    group: int
-    query_heads: int
-
-
 class NativeModel(nn.Module):
     """A decoder whose forward pass is one native call.
 
@@ -115,7 +109,9 @@ class NativeModel(nn.Module):
         self.exact_embedding_scale, self.embedding_scale = exact, rounded
         self.set_embedding_scale(rounded)
         self._step.set_head(head.native, self._norm(body.norm))
-        self._places = [self._add_layer(index, layer, config) for index, layer in enumerate(layers)]
+        self._query_heads: dict[int, int] = {}  # by layer group, whose layers share a plan of attention
+        for index, layer in enumerate(layers):
+            self._add_layer(index, layer, config)
         self._softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self._logit_divisor = float(getattr(config, "logits_scaling", None) or 1.0)
 
@@ -168,8 +164,7 @@ class NativeModel(nn.Module):
         formats, batches = [], []
         for group, fmt in enumerate(store.formats):
             home = store.storage[group].home
-            heads = next(place.query_heads for place in self._places if place.group == home)
-            formats.append(backend.native_format(fmt, heads))
+            formats.append(backend.native_format(fmt, self._query_heads[home]))
             batches.append(backend.native_batch(store.arena, kv.tables[group], queries))
         if self._encodings is None or self._encodings.store is not store:
             self._encodings = Encodings(store)
@@ -279,7 +274,7 @@ class NativeModel(nn.Module):
         found = [norm for layer in layers for norm in self._layer_norms(layer).values() if norm is not None]
         return [body.norm, *found]
 
-    def _add_layer(self, index: int, layer: Any, config: Any) -> _LayerPlace:
+    def _add_layer(self, index: int, layer: Any, config: Any) -> None:
         attention = layer.self_attn
         group, place = self._layout.homes[index]
         spec = self._layout.groups[group]
@@ -303,8 +298,9 @@ class NativeModel(nn.Module):
         native.window = -1 if spec.window is None else spec.window
         native.scale = float(attention.scaling)
         native.softcap = float(getattr(attention, "attn_logit_softcapping", None) or 0.0)
+        if self._query_heads.setdefault(group, query_heads) != query_heads:
+            raise NoNativeStepError("layers with equal caches have different numbers of query heads")
         self._step.add_layer(native)
-        return _LayerPlace(group, query_heads)
 
 
 def _eps(norm: Any) -> float:
