@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -313,13 +314,33 @@ void attend(const KernelTable& kernels, const Format& format, const Batch& batch
 
 void attend(const KernelTable& kernels, const AttentionPlan& plan, int64_t layer_offset, const Attention& attention,
             const Parallel& parallel) {
-    if (plan.sequences < 0 || plan.query_heads != attention.query_heads || plan.latent != (attention.q_latent != nullptr)) {
-        throw std::invalid_argument("this attention was not planned");
+    const Planned call{&plan, layer_offset, attention};
+    attend(kernels, &call, 1, parallel);
+}
+
+void attend(const KernelTable& kernels, const Planned* calls, int count, const Parallel& parallel) {
+    struct Runs {
+        std::array<std::optional<Run>, kMostPlanned> each;
+        void work() {
+            for (auto& run : each) {
+                if (run) run->work();
+            }
+        }
+    } runs;
+    static thread_local std::array<Shared, kMostPlanned> shared;
+    if (count > kMostPlanned) throw std::invalid_argument("too many calls at once");
+    int64_t cost = 0;
+    for (int i = 0; i < count; ++i) {
+        const auto& [plan, layer_offset, attention] = calls[i];
+        if (plan->sequences < 0 || plan->query_heads != attention.query_heads ||
+            plan->latent != (attention.q_latent != nullptr)) {
+            throw std::invalid_argument("this attention was not planned");
+        }
+        plan->check(layer_offset);
+        runs.each[i].emplace(kernels, *plan, layer_offset, attention, shared[i]);
+        cost += plan->cost;
     }
-    plan.check(layer_offset);
-    static thread_local Shared shared;
-    Run run(kernels, plan, layer_offset, attention, shared);
-    parallel.run([](void* data) { static_cast<Run*>(data)->work(); }, &run, plan.cost > kSmallCost);
+    parallel.run([](void* data) { static_cast<Runs*>(data)->work(); }, &runs, cost > kSmallCost);
 }
 
 }  // namespace kvloom

@@ -36,4 +36,13 @@ void attend(const KernelTable& kernels, const Format& format, const Batch& batch
 void attend(const KernelTable& kernels, const AttentionPlan& plan, int64_t layer_offset, const Attention& attention,
             const Parallel& parallel);
 
+// The same for up to kMostPlanned calls, whose outputs lie apart: threads go from one to the next without waiting.
+struct Planned {
+    const AttentionPlan* plan;
+    int64_t layer_offset;
+    Attention attention;
+};
+constexpr int kMostPlanned = 3;
+void attend(const KernelTable& kernels, const Planned* calls, int count, const Parallel& parallel);
+
 }  // namespace kvloom

@@ -19,11 +19,13 @@ auto pointer(T StepLayer::*member) {
     return [member](StepLayer& layer, uintptr_t value) { layer.*member = address<const float>(value); };
 }
 
-void step_run(Step& step, uintptr_t ids, uintptr_t positions, int tokens, const std::vector<std::pair<uintptr_t, uintptr_t>>& ropes,
+int64_t step_run(Step& step, uintptr_t ids, uintptr_t positions, int tokens, const std::vector<std::pair<uintptr_t, uintptr_t>>& ropes,
               int rotary_channels, const std::vector<const Format*>& formats, const std::vector<const Batch*>& batches,
-              const std::vector<Encoding>& encodings, nb::object encode, uintptr_t rows, int num_rows, uintptr_t logits) {
+              const std::vector<Encoding>& encodings, const std::vector<EncodeTask>& encode_tasks, nb::object encode,
+              uintptr_t rows, int num_rows, uintptr_t logits) {
     StepInput input{};
     input.encodings = encodings;
+    input.encode_tasks = encode_tasks;
     if (!encode.is_none()) {
         input.encode = [&encode](int layer) {
             nb::gil_scoped_acquire acquire;
@@ -43,7 +45,7 @@ void step_run(Step& step, uintptr_t ids, uintptr_t positions, int tokens, const 
     input.num_rows = num_rows;
     input.logits = address<float>(logits);
     nb::gil_scoped_release release;
-    step.run(input);
+    return step.run(input);
 }
 
 }  // namespace
@@ -88,9 +90,14 @@ void bind_step(nb::module_& m) {
         .def_rw("softcap", &StepLayer::softcap);
     nb::class_<Encoding>(m, "Encoding", "How the layers of a group read encoded blocks; matrices by address.")
         .def("__init__", [](Encoding* self, int storage, int sinks, int recents, uintptr_t query_turn,
-                            uintptr_t output_turn, uintptr_t means) {
+                            uintptr_t output_turn, uintptr_t means, const BlockEncoder* encoder) {
             new (self) Encoding{storage, sinks, recents, address<const float>(query_turn),
-                                address<const float>(output_turn), address<const float>(means)};
+                                address<const float>(output_turn), address<const float>(means), encoder};
+        }, nb::arg("storage"), nb::arg("sinks"), nb::arg("recents"), nb::arg("query_turn"), nb::arg("output_turn"),
+           nb::arg("means"), nb::arg("encoder").none());
+    nb::class_<EncodeTask>(m, "EncodeTask", "Arena offsets of spans to encode and of their encoded ones, by address.")
+        .def("__init__", [](EncodeTask* self, uintptr_t from, uintptr_t to, int count) {
+            new (self) EncodeTask{address<const int64_t>(from), address<const int64_t>(to), count};
         });
     nb::class_<Step>(m, "Step", "A decoder's whole forward pass; not for several threads at once.")
         .def("__init__",
@@ -116,15 +123,16 @@ void bind_step(nb::module_& m) {
         .def("add_layer", &Step::add_layer)
         .def("run", &step_run, nb::arg("ids"), nb::arg("positions"), nb::arg("tokens"), nb::arg("ropes"),
              nb::arg("rotary_channels"), nb::arg("formats"), nb::arg("batches"), nb::arg("encodings"),
-             nb::arg("encode").none(), nb::arg("rows"), nb::arg("num_rows"), nb::arg("logits"))
+             nb::arg("encode_tasks"), nb::arg("encode").none(), nb::arg("rows"), nb::arg("num_rows"), nb::arg("logits"))
         .def("take_times", [](Step& step) {
             const Step::Times times = step.take_times();
             nb::dict found;
             found["linear"] = times.linear;
             found["attention"] = times.attention;
+            found["encode"] = times.encode;
             found["rest"] = times.rest;
             return found;
-        }, "Seconds in products, attention and elsewhere since the last call.");
+        }, "Seconds in products, attention, encoding and elsewhere since the last call.");
 }
 
 }  // namespace kvloom

@@ -11,6 +11,7 @@
 
 #include "attend.h"
 #include "bindings.h"
+#include "encode.h"
 #include "parallel.h"
 #include "variants.h"
 #include "write.h"
@@ -101,6 +102,10 @@ public:
         kvloom::attend(table_, format, batch, attention, parallel_);
     }
 
+    int64_t encode(const BlockEncoder& encoder, const EncodeTask& task, int place, uintptr_t arena, int64_t arena_bytes) const {
+        return kvloom::encode(table_, encoder, task, place, address<unsigned char>(arena), arena_bytes, parallel_);
+    }
+
 private:
     const KernelTable& table_;
     Parallel parallel_;
@@ -150,6 +155,17 @@ NB_MODULE(_cpu, m) {
                  plane.channel_offset = channel_offset;
              },
              "Says that a plane holds integer codes; offsets in bytes from the block's start, -1 for none.");
+    nb::class_<BlockEncoder>(m, "BlockEncoder", "How blocks of the first format become blocks of the second.")
+        .def("__init__", [](BlockEncoder* self, const Format& raw, const Format& coded) {
+            new (self) BlockEncoder{raw, coded, {}, {}};
+        })
+        .def("set_plane",
+             [](BlockEncoder& encoder, bool values, int method, bool rotated, uintptr_t signs, uintptr_t means, float stretch,
+                uintptr_t edges) {
+                 (values ? encoder.v : encoder.k) = {static_cast<EncodeMethod>(method), rotated, address<const float>(signs),
+                                                     address<const float>(means), stretch, address<const float>(edges)};
+             },
+             "Method and numbers of a plane, by address; planes that are not set are copied.");
     nb::class_<Batch>(m, "Batch", "Arena, block table and query tokens of one call, by address.")
         .def("__init__",
              [](Batch* self, uintptr_t arena, int64_t arena_bytes, uintptr_t tables, int64_t table_stride,
@@ -160,6 +176,7 @@ NB_MODULE(_cpu, m) {
     nb::class_<Kernels>(m, "Kernels", "The kernels of one variant with its threads. Calls release the GIL.")
         .def(nb::init<const std::string&, int, uintptr_t>())
         .def("write", &Kernels::write, nb::call_guard<nb::gil_scoped_release>())
+        .def("encode", &Kernels::encode, nb::call_guard<nb::gil_scoped_release>())
         .def("attend", &Kernels::attend, nb::call_guard<nb::gil_scoped_release>())
         .def("attend_latent", &Kernels::attend_latent, nb::call_guard<nb::gil_scoped_release>());
     bind_step(m);

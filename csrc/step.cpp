@@ -52,7 +52,8 @@ void Step::set_head(Linear head, const float* final_norm) {
 
 void Step::lap(Phase phase) {
     const double at = now();
-    (phase == Phase::linear ? times_.linear : phase == Phase::attention ? times_.attention : times_.rest) += at - last_;
+    double Times::*const spent[] = {&Times::linear, &Times::attention, &Times::encode, &Times::rest};
+    times_.*spent[static_cast<int>(phase)] += at - last_;
     last_ = at;
 }
 
@@ -125,13 +126,15 @@ void Step::linear(const Linear& linear, const void* a, int rows, int together, F
     lap(Phase::linear);
 }
 
-void Step::run(const StepInput& input) {
-    if (input.tokens == 0) return;
+int64_t Step::run(const StepInput& input) {
+    if (input.tokens == 0) return 0;
     last_ = now();
+    not_finite_ = 0;
     plan(input);
     embed(input);
     for (size_t index = 0; index < layers_.size(); ++index) layer(static_cast<int>(index), input);
     logits(input);
+    return not_finite_;
 }
 
 void Step::plan(const StepInput& input) {
@@ -337,10 +340,23 @@ void Step::attention(int index, const StepInput& input) {
     if (encoding_of(input, layer.group) == nullptr) {
         attend(kernels_, plans_[layer.group], batch.layer_offset, attention, parallel_);
     } else {
-        if (input.encode) input.encode(index);
+        encode_due(index, input);
         attend_encoded(layer, input, attention);
     }
     lap(Phase::attention);
+}
+
+void Step::encode_due(int index, const StepInput& input) {
+    const StepLayer& layer = layers_[index];
+    const BlockEncoder* encoder = encoding_of(input, layer.group)->encoder;
+    const Batch& batch = input.batches[layer.group];
+    if (encoder != nullptr && !input.encode_tasks.empty()) {
+        not_finite_ += encode(kernels_, *encoder, input.encode_tasks[layer.group], static_cast<int>(layer.place),
+                              batch.arena, batch.arena_bytes, parallel_);
+    } else if (encoder == nullptr && input.encode) {
+        input.encode(index);
+    }
+    lap(Phase::encode);
 }
 
 // Attends raw recents, raw sinks and encoded blocks, and merges them by their log-sum-exps.
@@ -355,12 +371,6 @@ void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attent
     const int64_t raw_offset = layer.place * raw.layer_bytes;
 
     attention.lse = lse;
-    attend(kernels_, plans_[layer.group], raw_offset, attention, parallel_);
-    if (encoding.sinks > 0) {
-        attention.out = parts;
-        attention.lse = lse + rows;
-        attend(kernels_, sink_plans_[layer.group], raw_offset, attention, parallel_);
-    }
     // Queries as codes are read: fp32, turned as keys were.
     const float* queries = grow(qkv_, 0);
     Attention encoded = attention;
@@ -381,7 +391,15 @@ void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attent
     }
     encoded.out = parts + rows * v_dim;
     encoded.lse = lse + 2 * rows;
-    attend(kernels_, encoded_plans_[layer.group], layer.place * coded.layer_bytes, encoded, parallel_);
+    // The longest first, so that threads end together.
+    Planned calls[kMostPlanned] = {{&encoded_plans_[layer.group], layer.place * coded.layer_bytes, encoded},
+                                   {&plans_[layer.group], raw_offset, attention}};
+    if (encoding.sinks > 0) {
+        attention.out = parts;
+        attention.lse = lse + rows;
+        calls[2] = {&sink_plans_[layer.group], raw_offset, attention};
+    }
+    attend(kernels_, calls, encoding.sinks > 0 ? 3 : 2, parallel_);
 
     const int group = heads / raw.num_heads;
     each(tokens, tokens > kSmallRows, [&](int t) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attend.h"
+#include "encode.h"
 #include "weights.h"
 
 namespace kvloom {
@@ -44,6 +45,7 @@ struct Encoding {
     const float* output_turn = nullptr;
     // [places][KV heads][dim], taken off keys before they were encoded, or null.
     const float* means = nullptr;
+    const BlockEncoder* encoder = nullptr;  // or null: StepInput::encode does it
 };
 
 struct StepShape {
@@ -64,7 +66,10 @@ struct StepInput {
     std::vector<const Format*> formats;  // per storage group, the layer groups first
     std::vector<Batch> batches;
     std::vector<Encoding> encodings;        // per layer group, or empty
-    std::function<void(int layer)> encode;  // encodes what the layer's queries read encoded; or empty
+    // What the layers' queries read encoded for the first time: tasks per layer group, or empty; and for groups
+    // without an encoder of their own a function, or empty.
+    std::vector<EncodeTask> encode_tasks;
+    std::function<void(int layer)> encode;
     const int64_t* rows;  // whose logits are wanted
     int num_rows;
     float* logits;  // [num_rows, vocab]
@@ -79,23 +84,25 @@ public:
     void set_embedding_scale(float scale) { shape_.embedding_scale = scale; }
     void add_layer(StepLayer layer) { layers_.push_back(layer); }
 
-    // Throws std::invalid_argument for ids outside the vocabulary and blocks that no table has.
-    void run(const StepInput& input);
+    // Returns how many numbers were not finite where blocks were encoded. Throws std::invalid_argument for ids
+    // outside the vocabulary and blocks that no table has.
+    int64_t run(const StepInput& input);
 
-    // Seconds spent in products, in attention and elsewhere since the last call.
+    // Seconds spent in products, in attention, encoding blocks and elsewhere since the last call.
     struct Times {
-        double linear = 0, attention = 0, rest = 0;
+        double linear = 0, attention = 0, encode = 0, rest = 0;
     };
     Times take_times();
 
 private:
     struct Rows;
-    enum class Phase { linear, attention, rest };
+    enum class Phase { linear, attention, encode, rest };
 
     void plan(const StepInput& input);
     void embed(const StepInput& input);
     void layer(int index, const StepInput& input);
     void attention(int index, const StepInput& input);
+    void encode_due(int index, const StepInput& input);
     void attend_encoded(const StepLayer& layer, const StepInput& input, Attention& attention);
     void logits(const StepInput& input);
     void norm_pack(const float* x, const float* weight, const int64_t* rows, int count);
@@ -122,6 +129,7 @@ private:
     std::vector<AttentionPlan> plans_, sink_plans_, encoded_plans_;
     std::vector<float> part_, turned_, lse_;
     std::vector<uint16_t> queries_;  // bf16, for kernels that multiply pairs
+    int64_t not_finite_ = 0;
     Times times_;
     double last_ = 0;
 };

@@ -61,6 +61,29 @@ struct Format {
     bool coded() const { return k_codes.bits != 0 || v_codes.bits != 0; }
 };
 
+// How a plane's rows become codes (encode_plane.h, docs/codecs.md); the places are a CodedPlane's.
+enum class EncodeMethod : int { none = 0, absmax = 1, small_float = 2, affine = 3, unit = 4, q8_0 = 5, q4_0 = 6, kvarn = 7 };
+
+struct PlaneEncoder {
+    EncodeMethod method = EncodeMethod::none;  // none: the plane is raw and copied
+    bool rotated = false;            // by a Hadamard transform, after the signs
+    const float* signs = nullptr;    // [dim], or null for all +1
+    const float* means = nullptr;    // [places][heads][dim], taken off rows first, or null
+    float stretch = 1.0f;            // unit: grid units per standard deviation,
+    const float* edges = nullptr;    // and where the next code begins, [2^bits - 1]
+};
+
+// One plane of one head's block, from its raw copy to its bytes. Blocks by address.
+struct EncodeArgs {
+    const Format* raw;
+    const Format* coded;
+    const PlaneEncoder* encoder;
+    bool values;
+    int place, head;  // of the layer in its group
+    const unsigned char* from;
+    unsigned char* to;
+};
+
 static inline int coded_groups(const Format& format) {
     const int k = format.k_codes.token_groups, v = format.v_codes.token_groups;
     return k > v ? k : v;
@@ -158,6 +181,9 @@ struct KernelTable {
     void (*row_matrix)(const float* x, const float* matrix, int rows, int columns, float* out);
     // out (+)= weight * x over `count` numbers.
     void (*scaled)(const float* x, float weight, int count, bool accumulate, float* out);
+
+    // Encodes a plane of a block; how many of its numbers were not finite.
+    int64_t (*encode)(const EncodeArgs& args);
 };
 
 }  // namespace kvloom

@@ -55,8 +55,23 @@ class Batch:
 
 def keys_read(format: Format, batch: Batch, query_heads: int, latent: bool, window: int, /) -> int: ...
 
+class BlockEncoder:
+    def __init__(self, raw: Format, coded: Format, /) -> None: ...
+    def set_plane(
+        self,
+        values: bool,
+        method: int,
+        rotated: bool,
+        signs: int,
+        means: int,
+        stretch: float,
+        edges: int,
+        /,
+    ) -> None: ...
+
 class Kernels:
     def __init__(self, variant: str, num_threads: int, gomp_parallel: int, /) -> None: ...
+    def encode(self, encoder: BlockEncoder, task: EncodeTask, place: int, arena: int, arena_bytes: int, /) -> int: ...
     def write(
         self,
         fmt: Format,
@@ -149,8 +164,18 @@ class StepLayer:
 
 class Encoding:
     def __init__(
-        self, storage: int, sinks: int, recents: int, query_turn: int, output_turn: int, means: int, /
+        self,
+        storage: int,
+        sinks: int,
+        recents: int,
+        query_turn: int,
+        output_turn: int,
+        means: int,
+        encoder: BlockEncoder | None,
     ) -> None: ...
+
+class EncodeTask:
+    def __init__(self, from_offsets: int, to_offsets: int, count: int, /) -> None: ...
 
 class Step:
     def __init__(
@@ -181,10 +206,10 @@ class Step:
         formats: list[Format],
         batches: list[Batch],
         encodings: list[Encoding],
+        encode_tasks: list[EncodeTask],
         encode: Callable[[int], None] | None,
         rows: int,
         num_rows: int,
         logits: int,
-        /,
-    ) -> None: ...
+    ) -> int: ...
     def take_times(self) -> dict[str, float]: ...

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvloom.codecs import CODECS, make_codec
-from kvloom.codecs.base import count_non_finite
 from kvloom.core.codec_sizes import CODEC_CHOICES, PLANNED_BLOCK_BYTES, RAW_DTYPES, block_bytes
 from kvloom.core.errors import CodecError, ConfigError
 from kvloom.core.sizes import BLOCK_SIZES, CODEC_BLOCK_BYTES
+from kvloom.kernels.reference import count_non_finite
 
 from .world import ALL, HEADS, LAYER, SHAPES, calibration, codec_of, plane_of, positions_of, rope_table, rows_of
 

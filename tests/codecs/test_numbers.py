@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from kvloom.codecs.numbers import HALF_MAX, HALF_MIN, finite, half_down, half_up, positive_scale, tree_sum
+from kvloom.codecs.numbers import HALF_MAX, HALF_MIN, finite, half_down, half_up, positive_scale, square_root, tree_sum
 
 from .world import gaussian
 
@@ -32,3 +33,8 @@ def test_limits() -> None:
     assert finite(x).tolist() == [HALF_MAX, -HALF_MAX, 0.0, 0.0, 3.0]
     assert half_up(torch.tensor([1e9])).item() == HALF_MAX and half_down(torch.tensor([-1e9])).item() == -HALF_MAX
     assert positive_scale(torch.tensor([0.0])).item() == HALF_MIN
+
+
+def test_square_roots_are_the_nearest() -> None:
+    x = torch.rand(100_000, generator=torch.Generator().manual_seed(1)) * 1000
+    assert np.array_equal(square_root(x).numpy(), np.sqrt(x.numpy()))

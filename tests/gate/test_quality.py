@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 
 from kvloom.core.config import EngineConfig, PipelineConfig
-from kvloom.gate.command import COLUMNS, markdown
+from kvloom.core.errors import RequestError
+from kvloom.gate.command import COLUMNS, _settings, markdown
+from kvloom.gate.needle import plant
 from kvloom.gate.quality import Setting, measure
 from tests.engine.tiny import load_tiny, prompt_of
 
@@ -22,6 +26,32 @@ def test_more_bits_lose_less_and_raw_loses_nothing() -> None:
     assert raw.kl_mean < int8.kl_mean < kivi2.kl_mean
     assert int8.tokens == 400 and int8.bits == 8.5 and kivi2.bits < int8.bits
     assert int8.bits < int8.kept_bits < 12  # one raw block of 13, of 32 bits
-    page = markdown("tiny", ["a.txt"], 16, 2, {200: [raw, int8, kivi2]})
+    page = markdown("tiny", ["a.txt"], 16, {(200, 2): [raw, int8, kivi2]})
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert len(rows) == 5 and all(row.count("|") == len(COLUMNS) + 1 for row in rows)
+
+
+def test_protections_are_measured_once_each() -> None:
+    usual, others = _settings(["int8", "turboquant4", "kivi2"], ["default", "s16r64", "none"])
+    assert [setting.codec for setting in usual] == ["int8", "turboquant4", "kivi2"]
+    found = [(setting.codec, setting.sink_tokens, setting.recent_tokens) for setting in others]
+    assert found == [("int8", 16, 64), ("turboquant4", 0, 0), ("kivi2", 16, 64), ("kivi2", 0, 0)]
+
+
+def test_needles_are_told_once_and_found_by_who_says_them() -> None:
+    def encode(text: str) -> list[int]:
+        return list(text.encode())
+
+    haystack = plant(encode, encode("hay " * 300), 800, 4, seed=3)
+    assert len(haystack.ids) == 800 and len(haystack.answers) == 4
+    text = bytes(haystack.ids.tolist()).decode()
+    for start, end in haystack.answers:
+        assert text.count(f"is{text[start:end]}") == 2  # told and asked
+    first = haystack.first_wanted
+    right = torch.nn.functional.one_hot(torch.from_numpy(haystack.ids[first + 1 :].astype(np.int64)), 256)
+    assert haystack.found(right.float()) == 4
+    wrong = right.clone()
+    wrong[haystack.answers[2][1] - 2 - first] = 0  # one digit of the third answer
+    assert haystack.found(wrong.float()) == 3
+    with pytest.raises(RequestError, match="do not fit"):
+        plant(encode, encode("hay"), 800, 4, seed=3)

@@ -10,11 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from kvloom.attention.batch import EncodeTask, KVBatch, KVStore
-from kvloom.codecs.base import count_non_finite
+from kvloom.attention.batch import KVBatch, KVStore
 from kvloom.core.storage import StorageGroup
 from kvloom.kernels.ops import BlockFormat, KeyRange, merge_partials
-from kvloom.kernels.reference import ReferenceBackend
 
 NON_FINITE = "encoded: values that are not finite stored as 0"
 
@@ -25,33 +23,20 @@ AttendPart = Callable[[BlockFormat, int, torch.Tensor, KeyRange], tuple[torch.Te
 def encode_due(kv: KVBatch, raw: StorageGroup, index: int) -> None:
     """Encode what the pass is due to, in layer ``index`` of the raw storage group ``raw``; its rows are written."""
     assert raw.twin is not None
-    task = kv.encode.get(raw.twin)
-    if task is not None:
-        encode_blocks(kv.store, kv.store.formats[raw.home], kv.store.formats[raw.twin], index, task)
+    task, store = kv.encode.get(raw.twin), kv.store
+    if task is None:
+        return
+    bad = store.backend.encode(
+        store.arena, store.formats[raw.home], store.formats[raw.twin], index,
+        task.raw_offsets, task.encoded_offsets, task.first_positions,
+    )  # fmt: skip
+    count_faults(store, bad)
 
 
-def encode_blocks(store: KVStore, raw: BlockFormat, encoded: BlockFormat, index: int, task: EncodeTask) -> None:
-    """Encode full blocks of layer ``index`` from their raw copies, as stored: a pure function of those."""
-    arena, size = store.arena, raw.block_size
-    within = torch.arange(size, device=arena.device).repeat(len(task.raw_offsets))
-    from_offsets = (task.raw_offsets + index * raw.layer_bytes).repeat_interleave(size)
-    to_offsets = task.encoded_offsets + index * encoded.layer_bytes
-    for source, target in zip(raw.planes, encoded.planes, strict=True):
-        rows = arena.view(source.dtype)[
-            ReferenceBackend.element_places(source, raw, from_offsets, within, arena.device)
-        ]  # [N * size, heads, dim]
-        if target.codec is None:
-            places = ReferenceBackend.element_places(
-                target, encoded, to_offsets.repeat_interleave(size), within, arena.device
-            )
-            arena.view(target.dtype)[places] = rows
-            continue
-        blocks = rows.reshape(-1, size, *rows.shape[1:]).transpose(1, 2)  # [N, heads, size, dim]
-        bad = count_non_finite(blocks)
-        if bad:
-            store.faults[NON_FINITE] += bad
-        data = target.codec.encode(blocks, layer=raw.layers[index], first_position=task.first_positions)
-        arena[ReferenceBackend.encoded_index(target, encoded, to_offsets)] = data
+def count_faults(store: KVStore, not_finite: int) -> None:
+    """Remember that encoding hid so many numbers that were not finite."""
+    if not_finite:
+        store.faults[NON_FINITE] += not_finite
 
 
 def attend_parts(

@@ -25,7 +25,7 @@ class AffineCodes:
 def affine_encode(x: torch.Tensor, bits: int, dim: int) -> AffineCodes:
     """Quantise float32 ``x``, one group along axis ``dim`` for each index of the others."""
     top = float((1 << bits) - 1)
-    minimum = half_down(x.amin(dim=dim, keepdim=True))
+    minimum = half_down(x.amin(dim=dim, keepdim=True) + 0.0)  # of -0 and 0 either may be the least: never -0
     scale = positive_scale((x.amax(dim=dim, keepdim=True) - minimum.to(torch.float32)) / top)
     steps = (x - minimum.to(torch.float32)) / scale.to(torch.float32)
     return AffineCodes(torch.round(steps).clamp(0.0, top).to(torch.uint8), scale, minimum)

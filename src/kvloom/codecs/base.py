@@ -6,7 +6,7 @@ dependence on the batch (see ``numbers``).
 
 Numbers that are not finite: NaN and ±Inf are encoded as 0 and finite values clamped to ±65504, so
 that what is decoded is always finite and one bad element never spoils other rows. That hides the
-fault, so whoever encodes must count it first: ``count_non_finite``.
+fault, so whoever encodes counts it (``kernels.ops.KernelBackend.encode``).
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class BlockCodec(ABC):
     token_local: bool = True
     uses_calibration: ClassVar[bool] = False
     uses_rope: ClassVar[bool] = False
+    native_method: ClassVar[str | None] = None  # of kernels.coded.METHODS that makes the same bytes
 
     def __init__(self, spec: CodecSpec, fields: Sequence[Field], rotation: Rotation | None = None) -> None:
         self.name = spec.name
@@ -138,11 +139,6 @@ class BlockCodec(ABC):
             raise CodecError(
                 f"codec {self.name} takes rotary positions off keys and needs first_position [{blocks}]; got {found}"
             )
-
-
-def count_non_finite(rows: torch.Tensor) -> int:
-    """How many elements of ``rows`` are NaN or ±Inf and would be encoded as 0."""
-    return int((~torch.isfinite(rows)).sum())
 
 
 def require_multiple_of_8(spec: CodecSpec) -> None:

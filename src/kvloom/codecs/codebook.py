@@ -30,13 +30,14 @@ class Codebook:
     stretch: float
     distortion: float
 
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """Where the next level becomes the nearest, in grid units."""
+        return tuple((a + b) / 2 for a, b in zip(self.levels, self.levels[1:], strict=False))
+
     def encode(self, z: torch.Tensor) -> torch.Tensor:
         """uint8 codes of the nearest levels to float32 ``z``, given in standard deviations."""
-        edges = torch.tensor(
-            [(a + b) / 2 for a, b in zip(self.levels, self.levels[1:], strict=False)],
-            dtype=torch.float32,
-            device=z.device,
-        )
+        edges = torch.tensor(self.edges, dtype=torch.float32, device=z.device)
         return torch.bucketize(z * self.stretch, edges).to(torch.uint8)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:

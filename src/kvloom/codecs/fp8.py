@@ -24,6 +24,8 @@ FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 class Fp8(BlockCodec):
     """See the module."""
 
+    native_method = "small_float"
+
     def __init__(self, spec: CodecSpec) -> None:
         self.element = FORMATS[spec.name]
         super().__init__(

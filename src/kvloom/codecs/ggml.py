@@ -51,6 +51,8 @@ class Ggml(BlockCodec):
 class Q8_0(Ggml):
     """See the module."""
 
+    native_method = "q8_0"
+
     def __init__(self, spec: CodecSpec) -> None:
         shape = (spec.block_size, padded_width(spec.dim))
         super().__init__(spec, [Field(name="codes", dtype=torch.int8, shape=shape)])
@@ -66,6 +68,8 @@ class Q8_0(Ggml):
 
 class Q4_0(Ggml):
     """See the module."""
+
+    native_method = "q4_0"
 
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec, code_fields("codes", 4, spec.block_size, padded_width(spec.dim)))

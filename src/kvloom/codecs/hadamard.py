@@ -65,6 +65,7 @@ class Rotation:
 
     def __init__(self, dim: int, *, signed: bool = True, stream: int = 0) -> None:
         self.dim = dim
+        self.signed = signed
         self.odd, self.power = odd_factor(dim)
         self.signs = fixed_signs(dim, stream) if signed else torch.ones(dim)
 

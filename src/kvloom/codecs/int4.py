@@ -25,6 +25,8 @@ BITS = 4
 class Int4(BlockCodec):
     """See the module."""
 
+    native_method = "affine"
+
     def __init__(self, spec: CodecSpec) -> None:
         require_multiple_of_8(spec)
         self.turn = Rotation(spec.dim)

@@ -18,6 +18,8 @@ from kvloom.codecs.numbers import positive_scale
 class Int8(BlockCodec):
     """See the module."""
 
+    native_method = "absmax"
+
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(
             spec,

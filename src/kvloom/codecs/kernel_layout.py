@@ -21,7 +21,7 @@ import torch
 from kvloom.codecs.base import BlockCodec
 from kvloom.codecs.codebook import sphere_codebook
 from kvloom.codecs.packing import pack, plane_widths, unpack
-from kvloom.kernels.coded import CodedPlane
+from kvloom.kernels.coded import CodedPlane, NativeEncoder
 
 _EXPONENT_BITS = {"fp8": 4, "fp8_e5m2": 5}
 _FIELDS = {"codes", "codes.0", "codes.1", "scale", "minimum"} | {
@@ -48,6 +48,7 @@ class KernelLayout:
         self.rotation = codec.rotation
         self._keys = codec.plane != "v"
         self.native = self._describe(levels, center)
+        self.native_encoder = self._describe_encoder()
 
     def removed_mean(self, layer: int) -> torch.Tensor | None:
         return self._codec.removed_mean(layer)
@@ -120,6 +121,19 @@ class KernelLayout:
         else:
             pairs = flat.reshape(n, heads, self.block_size // 2, self.dim, 2).transpose(3, 4)
         return pairs.reshape(n, heads, self.block_size, self.dim)
+
+    def _describe_encoder(self) -> NativeEncoder | None:
+        method, rotation = self._codec.native_method, self.rotation
+        if method is None:
+            return None
+        book = sphere_codebook(self._bits, self.dim) if method == "unit" else None
+        return NativeEncoder(
+            method=method,
+            rotated=rotation is not None,
+            signs=rotation.signs if rotation is not None and rotation.signed else None,
+            stretch=1.0 if book is None else book.stretch,
+            edges=() if book is None else book.edges,
+        )
 
     def _describe(self, levels: Sequence[int], center: float) -> CodedPlane:
         offsets = {field.name: field.offset for field in self.layout.fields}

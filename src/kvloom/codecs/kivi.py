@@ -27,6 +27,7 @@ class KiviKey(BlockCodec):
     """One group per channel and block."""
 
     token_local = False
+    native_method = "affine"
 
     def __init__(self, spec: CodecSpec) -> None:
         require_multiple_of_8(spec)
@@ -55,6 +56,8 @@ class KiviKey(BlockCodec):
 
 class KiviValue(BlockCodec):
     """One group per token and 32 channels; the last group is shorter where dim is no multiple of 32."""
+
+    native_method = "affine"
 
     def __init__(self, spec: CodecSpec) -> None:
         require_multiple_of_8(spec)

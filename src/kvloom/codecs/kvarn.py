@@ -22,7 +22,7 @@ from kvloom.codecs.affine import affine_decode, affine_encode
 from kvloom.codecs.base import BlockCodec, CodecSpec, require_multiple_of_8
 from kvloom.codecs.hadamard import Rotation
 from kvloom.codecs.layout import Field
-from kvloom.codecs.numbers import HALF_MIN, positive_scale, tree_sum
+from kvloom.codecs.numbers import HALF_MIN, positive_scale, square_root, tree_sum
 from kvloom.codecs.packing import code_fields, pack, unpack
 
 SWEEPS = 4  # over tokens and channels each
@@ -32,6 +32,7 @@ class KVarN(BlockCodec):
     """``along`` is the axis that one scale and minimum cover: tokens (-2) for keys, channels (-1) for values."""
 
     token_local = False
+    native_method = "kvarn"
 
     def __init__(self, spec: CodecSpec) -> None:
         require_multiple_of_8(spec)
@@ -91,7 +92,7 @@ def _deviation(x: torch.Tensor, axis: int) -> torch.Tensor:
     """Standard deviation along ``axis`` (kept with length 1), and 1 where there is none."""
     rows = x if axis == -1 else x.transpose(-1, -2)
     centred = rows - (tree_sum(rows) / rows.shape[-1]).unsqueeze(-1)
-    deviation = torch.sqrt(tree_sum(centred * centred) / rows.shape[-1]).unsqueeze(-1)
+    deviation = square_root(tree_sum(centred * centred) / rows.shape[-1]).unsqueeze(-1)
     deviation = torch.where(deviation > HALF_MIN, deviation, torch.ones_like(deviation))
     return deviation if axis == -1 else deviation.transpose(-1, -2)
 

@@ -22,7 +22,7 @@ import torch
 from kvloom.codecs.base import BlockCodec, CodecSpec, require_calibration, require_multiple_of_8
 from kvloom.codecs.layout import Field
 from kvloom.codecs.levels import nearest
-from kvloom.codecs.numbers import HALF_MIN, half_down, half_nearest, half_up, tree_sum
+from kvloom.codecs.numbers import HALF_MIN, half_down, half_nearest, half_up, square_root, tree_sum
 from kvloom.codecs.packing import code_fields, pack, unpack
 from kvloom.core.errors import CodecError
 
@@ -154,7 +154,7 @@ def normalise_values(x: torch.Tensor) -> NormalisedValues:
     """
     dim = x.shape[-1]
     centred = x - (tree_sum(x) / dim).unsqueeze(-1)
-    deviation = torch.sqrt(tree_sum(centred * centred) / dim).clamp_min(HALF_MIN).unsqueeze(-1)
+    deviation = square_root(tree_sum(centred * centred) / dim).clamp_min(HALF_MIN).unsqueeze(-1)
     places = furthest(centred / deviation, num_outliers(x.shape[-2] * dim))
     inlier = torch.ones(*x.shape[:2], x.shape[-2] * dim, dtype=torch.bool, device=x.device)
     inlier = inlier.scatter(-1, places, torch.zeros_like(places, dtype=torch.bool)).reshape(x.shape)

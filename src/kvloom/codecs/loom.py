@@ -28,6 +28,7 @@ class Loom(BlockCodec):
     """See the module."""
 
     uses_calibration = True
+    native_method = "unit"
 
     def __init__(self, spec: CodecSpec) -> None:
         require_multiple_of_8(spec)

@@ -23,6 +23,11 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
     return x[..., 0]
 
 
+def square_root(x: torch.Tensor) -> torch.Tensor:
+    """√x of float32, to nearest. torch's own may be off by one place, depending on the library it calls."""
+    return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+
+
 def finite(rows: torch.Tensor) -> torch.Tensor:
     """float32 rows within float16's range: NaN and ±Inf become 0, larger values are clamped to ±65504."""
     x = rows.to(torch.float32)

@@ -24,6 +24,8 @@ BITS = {"turboquant4": 4, "turboquant3": 3, "turboquant2": 2}
 class TurboQuant(BlockCodec):
     """See the module."""
 
+    native_method = "unit"
+
     def __init__(self, spec: CodecSpec) -> None:
         require_multiple_of_8(spec)
         self.bits = BITS[spec.name]

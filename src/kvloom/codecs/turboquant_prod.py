@@ -23,7 +23,7 @@ import torch
 from kvloom.codecs.base import BlockCodec, CodecSpec, require_multiple_of_8
 from kvloom.codecs.hadamard import Rotation
 from kvloom.codecs.layout import Field
-from kvloom.codecs.numbers import half_nearest, tree_sum
+from kvloom.codecs.numbers import half_nearest, square_root, tree_sum
 from kvloom.codecs.packing import code_fields, pack, unpack
 from kvloom.codecs.unit_codes import UnitCodes
 
@@ -51,7 +51,7 @@ class TurboQuantProd(BlockCodec):
         codes, scale = self.unit.encode(x)
         missed = x - self.unit.decode(codes, scale)
         signs = (self.second.forward(missed) >= 0).to(torch.uint8)
-        residual = torch.sqrt(tree_sum(missed * missed)) * math.sqrt(math.pi / (2 * self.dim))
+        residual = square_root(tree_sum(missed * missed)) * math.sqrt(math.pi / (2 * self.dim))
         return {
             **pack("codes", codes, self.bits - 1),
             **pack("signs", signs, 1),

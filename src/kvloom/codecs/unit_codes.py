@@ -17,7 +17,7 @@ import torch
 
 from kvloom.codecs.codebook import Codebook, sphere_codebook
 from kvloom.codecs.hadamard import Rotation
-from kvloom.codecs.numbers import half_nearest, tree_sum
+from kvloom.codecs.numbers import half_nearest, square_root, tree_sum
 
 
 class UnitCodes:
@@ -31,11 +31,11 @@ class UnitCodes:
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """uint8 codes [..., dim] and float16 scales [...] of float32 [..., dim]."""
-        norm = torch.sqrt(tree_sum(x * x))
+        norm = square_root(tree_sum(x * x))
         safe = torch.where(norm > 0, norm, torch.ones_like(norm))
         codes = self.codebook.encode(self.rotation.forward(x) / safe.unsqueeze(-1) * math.sqrt(self.dim))
         levels = self.codebook.decode(codes)
-        return codes, half_nearest(norm / torch.sqrt(tree_sum(levels * levels)))
+        return codes, half_nearest(norm / square_root(tree_sum(levels * levels)))
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """float32 [..., dim]."""

@@ -17,8 +17,12 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.scheduler import Chunk
 
 
-def teacher_forced(engine: Engine, token_ids: np.ndarray, chunk: int) -> Iterator[torch.Tensor]:
+def teacher_forced(
+    engine: Engine, token_ids: np.ndarray, chunk: int, *, first_wanted: int = 0
+) -> Iterator[torch.Tensor]:
     """Logits [n, vocab] float32 of ``token_ids`` (int32 [T]), ``chunk`` tokens at a time, in order.
+
+    Chunks before position ``first_wanted`` give none, and the one that holds it gives them from there on.
 
     Raises:
         CapacityError: the cache is too small for the text.
@@ -34,7 +38,10 @@ def teacher_forced(engine: Engine, token_ids: np.ndarray, chunk: int) -> Iterato
             end = min(start + chunk, len(token_ids))
             if not manager.reserve(sequence.cache, end):
                 raise CapacityError(f"the cache is too small for {end} tokens; give more --kv-cache-memory")
-            yield engine.runner.forward([Chunk(sequence, start, end - start)], np.arange(end - start)).float()
+            wanted = np.arange(max(0, min(first_wanted, end - 1) - start), end - start)  # a pass gives one at least
+            logits = engine.runner.forward([Chunk(sequence, start, end - start)], wanted)
+            if end > first_wanted:
+                yield logits.float()
             manager.commit(sequence.cache, sequence.token_ids, end)
     finally:
         manager.release(sequence.cache)

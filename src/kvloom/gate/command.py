@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from kvloom.core.errors import KvloomError, RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from kvloom.gate.needle import Haystack
     from kvloom.gate.quality import Loss, Setting
+    from kvloom.models.loader import LoadedModel
+
+Tables: TypeAlias = "dict[tuple[int, int], list[Loss]]"  # by length and number of windows
 
 gate = typer.Typer(
     help="Measure what an approximate cache costs.",
@@ -47,9 +53,12 @@ def quality(
         typer.Option("--protection", help="default, s16r64 or none; repeat for several (all)", show_default=False),
     ] = None,
     window: Annotated[
-        list[int] | None, typer.Option("--window", help="tokens; repeat for several (1024, 4096)", show_default=False)
+        list[str] | None,
+        typer.Option(
+            "--window", help="tokens x windows of each text; repeat for several (1024x4, 4096x1)", show_default=False
+        ),
     ] = None,
-    windows: Annotated[int, typer.Option("--windows", min=1, help="windows per text and length")] = 1,
+    needles: Annotated[int, typer.Option("--needles", min=0, max=8, help="in one more window per text and length")] = 4,
     block_size: Annotated[int, typer.Option("--block-size", help="tokens per block")] = 32,
     cache_dir: Annotated[str | None, typer.Option("--cache-dir", show_default=False)] = None,
     output: Annotated[
@@ -57,7 +66,17 @@ def quality(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
-    """Read texts with each codec and with the exact cache: KL divergence, agreement, perplexity."""
+    """Read texts with each codec and with the exact cache: KL divergence, agreement, perplexity, needles.
+
+    A codec's default protection is measured on all windows; the others, where they differ from it, on
+    one window of the shortest length of each text.
+    """
+
+    def finish(tables: Tables) -> None:  # after every row: a long run that is stopped leaves what it found
+        if output is not None:
+            page = markdown(model, [path.name for path in text or ()], block_size, tables)
+            output.write_text(page, encoding="utf-8")
+
     try:
         names = protection or list(PROTECTIONS)
         unknown = sorted(set(names) - set(PROTECTIONS))
@@ -65,15 +84,21 @@ def quality(
             raise RequestError(f"protection {unknown[0]!r} is not known; known: {', '.join(PROTECTIONS)}")
         if not text:
             raise RequestError("give at least one --text FILE")
-        tables = _run(model, text, codec, names, window or [1024, 4096], windows, block_size, cache_dir)
+        shape = dict(_window(one) for one in window or ["1024x4", "4096x1"])
+        tables = _run(model, text, codec, names, shape, needles, block_size, cache_dir, finish)
     except KvloomError as error:
         print(f"kvloom: {error}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, RequestError) else error.exit_status) from None
-    if output is not None:
-        output.write_text(markdown(model, [path.name for path in text], block_size, windows, tables), encoding="utf-8")
     if json_output:
-        rows = [{"window": length, **asdict(loss)} for length, losses in tables.items() for loss in losses]
+        rows = [{"window": length, **asdict(loss)} for (length, _), losses in tables.items() for loss in losses]
         print(json.dumps({"model": model, "texts": [path.name for path in text], "rows": rows}))
+
+
+def _window(text: str) -> tuple[int, int]:
+    length, _, count = text.partition("x")
+    if not length.isdecimal() or not (count or "1").isdecimal() or int(length) < 2 or int(count or 1) < 1:
+        raise RequestError(f"--window {text!r} is not LENGTHxCOUNT such as 1024x4; both at least 1, lengths at least 2")
+    return int(length), int(count or 1)
 
 
 def _run(
@@ -81,48 +106,85 @@ def _run(
     texts: Sequence[Path],
     codecs: Sequence[str] | None,
     protections: Sequence[str],
-    lengths: Sequence[int],
-    count: int,
+    shape: dict[int, int],
+    needles: int,
     block_size: int,
     cache_dir: str | None,
-) -> dict[int, list[Loss]]:
-    import numpy as np
-
-    from kvloom.core.codec_sizes import CODEC_CHOICES, RAW_DTYPES
+    finish: Callable[[Tables], None],
+) -> Tables:
     from kvloom.core.config import EngineConfig, PipelineConfig
-    from kvloom.gate.quality import Setting, measure
-    from kvloom.models.calibration import windows_of
+    from kvloom.gate.quality import measure
     from kvloom.models.loader import load_model
 
-    chosen = codecs or [name for name in CODEC_CHOICES if name not in ("raw", *RAW_DTYPES)]
-    settings: list[Setting] = []
-    for name in chosen:
-        for protection in protections:
-            sinks, recents = PROTECTIONS[protection]
-            settings.append(Setting(codec=name, sink_tokens=sinks, recent_tokens=recents))
     config = EngineConfig(
         model=model,
         max_sequences=1,
-        max_model_len=max(lengths),
+        max_model_len=max(shape),
         cache_dir=cache_dir,
         pipeline=PipelineConfig(block_size=block_size),
     )
     loaded = load_model(config)
-    tables: dict[int, list[Loss]] = {}
-    for length in lengths:
-        windows: list[np.ndarray[Any, Any]] = []
-        for path in texts:
-            parts = windows_of(loaded, path.read_text(encoding="utf-8"), count, length)
-            windows += [part.numpy().astype(np.int32) for part in parts]
-        tables[length] = []
-        started = time.monotonic()
-        for loss in measure(config, settings, windows, loaded):
-            tables[length].append(loss)
-            print(f"{length} {_row(loss)}  {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    usual, others = _settings(codecs, protections)
+    contents = [path.read_text(encoding="utf-8") for path in texts]
+    tables: Tables = {}
+    runs = [(length, count, usual) for length, count in sorted(shape.items())]
+    if others:
+        runs.insert(1, (min(shape), 1, others))
+    started = time.monotonic()
+    for length, count, settings in runs:
+        windows, haystacks = _windows(loaded, contents, length, count, needles)
+        losses = tables.setdefault((length, count), [])
+        for loss in measure(config, settings, windows, loaded, haystacks):
+            losses.append(loss)
+            print(f"{length} x {count} {_row(loss)}  {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+            finish(tables)
     return tables
 
 
-COLUMNS = ("codec", "raw first / last", "bits", "bits kept", "KL mean", "median", "p99", "top-1", "perplexity")
+def _settings(codecs: Sequence[str] | None, protections: Sequence[str]) -> tuple[list[Setting], list[Setting]]:
+    """With the codecs' default protection, and with others; none that another one equals."""
+    from kvloom.core.codec_sizes import CODEC_CHOICES, RAW_DTYPES, parse_codec
+    from kvloom.gate.quality import Setting
+
+    chosen = codecs or [name for name in CODEC_CHOICES if name not in ("raw", *RAW_DTYPES)]
+    usual: list[Setting] = []
+    others: list[Setting] = []
+    for name in chosen:
+        choice = parse_codec(name)
+        own = (choice.sink_tokens, choice.recent_tokens)
+        for protection in protections:
+            sinks, recents = PROTECTIONS[protection]
+            if protection == "default":
+                usual.append(Setting(codec=name))
+            elif (sinks, recents) != own or "default" not in protections:
+                others.append(Setting(codec=name, sink_tokens=sinks, recent_tokens=recents))
+    return usual, others
+
+
+def _windows(
+    loaded: LoadedModel, contents: Sequence[str], length: int, count: int, needles: int
+) -> tuple[list[np.ndarray[Any, Any]], list[Haystack]]:
+    import numpy as np
+
+    from kvloom.gate.needle import plant
+    from kvloom.models.calibration import windows_of
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    windows: list[np.ndarray[Any, Any]] = []
+    haystacks: list[Haystack] = []
+    for index, text in enumerate(contents):
+        windows += [part.numpy().astype(np.int32) for part in windows_of(loaded, text, count, length)]
+        if needles:
+            haystacks.append(plant(encode, encode(text), length, needles, seed=length + index))
+    return windows, haystacks
+
+
+COLUMNS = (
+    "codec", "raw first / last", "bits", "bits kept", "KL mean", "median", "p99", "top-1", "perplexity", "needles",
+)  # fmt: skip
 
 
 def _row(loss: Loss) -> str:
@@ -136,24 +198,27 @@ def _row(loss: Loss) -> str:
         f"{loss.kl_p99:.4f}",
         f"{100 * loss.top1:.2f} %",
         f"{100 * loss.perplexity_change:+.2f} %",
+        f"{loss.needles_found} of {loss.exact_needles_found}",
     )
     return f"| {' | '.join(cells)} |"
 
 
-def markdown(model: str, texts: Sequence[str], block_size: int, windows: int, tables: dict[int, list[Loss]]) -> str:
+def markdown(model: str, texts: Sequence[str], block_size: int, tables: Tables) -> str:
     """The page ``docs/quality.md``."""
     lines = [
         "# Quality: what each codec costs",
         "",
-        f"`{model}`, blocks of {block_size} tokens, texts: {', '.join(texts)}; {windows} window(s) of each.",
+        f"`{model}`, blocks of {block_size} tokens, texts: {', '.join(texts)}.",
         "Teacher-forced through the engine's own path (`kvloom gate quality`), against the same engine with an exact",
         "cache. KL divergence in nats per token; top-1: both have the same likeliest token; perplexity: its change.",
         "*bits*: per encoded value, side data included; *bits kept*: of all a window's values, with raw first and",
-        "last tokens (in whole blocks), the open block and padding.",
+        "last tokens (in whole blocks), the open block and padding. *needles*: facts told once in one more window of",
+        "each text and asked for at its end, found with the codec of those found with the exact cache.",
     ]
-    for length, losses in tables.items():
+    for (length, count), losses in tables.items():
         exact = losses[0].exact_perplexity if losses else float("nan")
-        lines += ["", f"## Windows of {length:,} tokens", "", f"Exact perplexity {exact:.3f}.", ""]
+        many = f"{count} windows of {length:,} tokens" if count > 1 else f"One window of {length:,} tokens"
+        lines += ["", f"## {many} of each text", "", f"Exact perplexity {exact:.3f}.", ""]
         lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
         lines += [_row(loss) for loss in losses]
     return "\n".join(lines) + "\n"

@@ -17,6 +17,7 @@ from kvloom.core.errors import CodecError
 from kvloom.engine.engine import Engine
 from kvloom.engine.pipeline import resolve_encoding, unread_natively
 from kvloom.engine.scoring import teacher_forced
+from kvloom.gate.needle import Haystack
 from kvloom.models.loader import LoadedModel
 
 CHUNK = 512
@@ -39,6 +40,7 @@ class Loss:
     ``kl_*`` in nats per token, exact from approximate; ``top1`` is the share of positions where both
     have the same likeliest token; ``perplexity_change`` is relative. ``bits`` are per encoded value
     with side data; ``kept_bits`` per value of a whole window's cache, raw tokens and block padding included.
+    Of ``needles`` facts told once, so many were found again with the codec and with the exact cache.
     """
 
     setting: Setting
@@ -53,6 +55,9 @@ class Loss:
     top1: float
     perplexity: float
     exact_perplexity: float
+    needles: int = 0
+    needles_found: int = 0
+    exact_needles_found: int = 0
 
     @property
     def perplexity_change(self) -> float:
@@ -76,15 +81,19 @@ class _Tally:
 
 
 def measure(
-    config: EngineConfig, settings: Sequence[Setting], windows: Sequence[np.ndarray], loaded: LoadedModel | None = None
+    config: EngineConfig,
+    settings: Sequence[Setting],
+    windows: Sequence[np.ndarray],
+    loaded: LoadedModel | None = None,
+    haystacks: Sequence[Haystack] = (),
 ) -> Iterable[Loss]:
-    """Each setting's loss over ``windows`` (int32 [T] each) against ``config`` with codec raw.
+    """Each setting's loss over ``windows`` (int32 [T] each) and ``haystacks`` against ``config`` with codec raw.
 
     The exact engine and a few others read each window in step, so no window's logits are kept.
     """
     exact = Engine(_with(config, Setting(codec="raw")), loaded)
     for start in range(0, len(settings), AT_ONCE):
-        yield from _measure(exact, config, settings[start : start + AT_ONCE], windows)
+        yield from _measure(exact, config, settings[start : start + AT_ONCE], windows, haystacks)
 
 
 def _with(config: EngineConfig, setting: Setting) -> EngineConfig:
@@ -99,7 +108,11 @@ def _with(config: EngineConfig, setting: Setting) -> EngineConfig:
 
 
 def _measure(
-    exact: Engine, config: EngineConfig, settings: Sequence[Setting], windows: Sequence[np.ndarray]
+    exact: Engine,
+    config: EngineConfig,
+    settings: Sequence[Setting],
+    windows: Sequence[np.ndarray],
+    haystacks: Sequence[Haystack],
 ) -> list[Loss]:
     engines = [_engine_like(exact, _with(config, setting)) for setting in settings]
     tallies = [_Tally() for _ in engines]
@@ -116,12 +129,27 @@ def _measure(
                 for tally, found in zip(tallies, others, strict=True):
                     tally.add(sure, found.log_softmax(dim=-1), following)
                 start += len(sure)
+        found = [_needles_found(engine, haystacks) for engine in (exact, *engines)]
     perplexity = float(torch.cat(exact_nll).double().mean().exp())
+    asked = sum(len(haystack.answers) for haystack in haystacks)
     longest = max(len(window) for window in windows)
     return [
-        _loss(setting, engine, tally, longest, perplexity)
-        for setting, engine, tally in zip(settings, engines, tallies, strict=True)
+        replace(
+            _loss(setting, engine, tally, longest, perplexity),
+            needles=asked,
+            needles_found=needles,
+            exact_needles_found=found[0],
+        )
+        for setting, engine, tally, needles in zip(settings, engines, tallies, found[1:], strict=True)
     ]
+
+
+def _needles_found(engine: Engine, haystacks: Sequence[Haystack]) -> int:
+    total = 0
+    for haystack in haystacks:
+        parts = list(teacher_forced(engine, haystack.ids, CHUNK, first_wanted=haystack.first_wanted))
+        total += haystack.found(torch.cat(parts))
+    return total
 
 
 def _loss(setting: Setting, engine: Engine, tally: _Tally, longest: int, exact_perplexity: float) -> Loss:

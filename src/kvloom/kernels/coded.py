@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,31 @@ class CodedPlane:
     turn: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class NativeEncoder:
+    """How native code makes a plane's codes (csrc/encode_plane.h).
+
+    ``method`` is a key of ``METHODS``. With ``rotated`` rows are multiplied by ``signs`` float32 [dim]
+    (None: all +1) and transformed by a Hadamard matrix first. ``stretch`` and ``edges`` are the grid
+    units per standard deviation and where the next code begins, for ``unit``.
+    """
+
+    method: str
+    rotated: bool = False
+    signs: torch.Tensor | None = None
+    stretch: float = 1.0
+    edges: tuple[float, ...] = ()
+
+
+METHODS = ("raw", "absmax", "small_float", "affine", "unit", "q8_0", "q4_0", "kvarn")  # as csrc/types.h numbers them
+
+
+def native_encoder(plane: PlaneFormat) -> NativeEncoder | None:
+    """How the plane's bytes are made natively, None where they are not."""
+    found = getattr(plane.codec, "native_encoder", None)
+    return found if isinstance(found, NativeEncoder) else None
+
+
 def native_codes(plane: PlaneFormat) -> CodedPlane | None:
     """How the plane's bytes are read natively, None where they are not."""
     found = getattr(plane.codec, "native", None)
@@ -46,3 +72,10 @@ def removed_mean(codec: BlockCoder | None, layer: int) -> torch.Tensor | None:
     removed = getattr(codec, "removed_mean", None)
     mean: torch.Tensor | None = None if removed is None else removed(layer)
     return mean
+
+
+def removed_means(plane: PlaneFormat, layers: Sequence[int]) -> torch.Tensor | None:
+    """float32 [layers, heads, dim] that the plane's codec took off the rows of each of ``layers``, or None."""
+    means = [removed_mean(plane.codec, layer) for layer in layers]
+    found = [mean for mean in means if mean is not None]
+    return torch.stack(found).float().contiguous() if found else None

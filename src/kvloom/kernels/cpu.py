@@ -21,7 +21,7 @@ import torch
 
 from kvloom import _cpu
 from kvloom.core.errors import ConfigError
-from kvloom.kernels.coded import native_codes, removed_mean
+from kvloom.kernels.coded import METHODS, native_codes, native_encoder, removed_mean, removed_means
 from kvloom.kernels.ops import EVERY_KEY, BlockFormat, KeyRange, Order, PlaneFormat, QueryBatch
 from kvloom.kernels.packing import DTYPE_CODES
 from kvloom.kernels.reference import ReferenceBackend
@@ -114,6 +114,7 @@ class CpuBackend:
         self._reference = ReferenceBackend(deterministic=deterministic)
         # By identity: hashing a format takes longer than a small call. The format is kept, so its id stays its own.
         self._formats: dict[tuple[int, int], tuple[BlockFormat, str | None, _cpu.Format | None]] = {}
+        self._encoders: dict[tuple[int, int], tuple[BlockFormat, BlockFormat, _BlockEncoder | None]] = {}
         # The same for what all layers of a step share.
         self._batches: dict[tuple[int, int, int], tuple[_Shared, _cpu.Batch]] = {}
 
@@ -159,6 +160,25 @@ class CpuBackend:
             k.data_ptr(), DTYPE_CODES[k.dtype], k.stride(0), k.stride(1),
             v.data_ptr(), DTYPE_CODES[v.dtype], v.stride(0), v.stride(1),
         )  # fmt: skip
+
+    def encode(
+        self,
+        arena: torch.Tensor,
+        raw: BlockFormat,
+        encoded: BlockFormat,
+        index: int,
+        raw_offsets: torch.Tensor,
+        encoded_offsets: torch.Tensor,
+        first_positions: torch.Tensor,
+    ) -> int:
+        encoder = self.block_encoder(raw, encoded)
+        if encoder is None:
+            self.fallbacks[f"encode: {self._encode_reason(raw, encoded)}"] += 1
+            return self._reference.encode(arena, raw, encoded, index, raw_offsets, encoded_offsets, first_positions)
+        bad: int = self._kernels.encode(
+            encoder, self.encode_task(raw_offsets, encoded_offsets), index, arena.data_ptr(), arena.numel()
+        )
+        return bad
 
     def attend(
         self,
@@ -270,6 +290,40 @@ class CpuBackend:
             raise ValueError(f"no native kernel: {reason}")
         return native
 
+    def block_encoder(self, raw: BlockFormat, encoded: BlockFormat) -> _cpu.BlockEncoder | None:
+        """What makes blocks of ``encoded`` from those of ``raw``, None where native code cannot."""
+        key = (id(raw), id(encoded))
+        found = self._encoders.get(key)
+        if found is None or found[0] is not raw or found[1] is not encoded:
+            made = None
+            if self._encode_reason(raw, encoded) is None:
+                made = _BlockEncoder(
+                    self.native_format(raw, raw.num_heads), self.native_format(encoded, raw.num_heads), encoded
+                )
+            found = self._encoders[key] = (raw, encoded, made)
+        return None if found[2] is None else found[2].native
+
+    def _encode_reason(self, raw: BlockFormat, encoded: BlockFormat) -> str | None:
+        """Why native code does not encode blocks of ``raw`` as ``encoded``, or None."""
+        for fmt in (raw, encoded):
+            reason = self._lookup(fmt, fmt.num_heads)[0]
+            if reason is not None:
+                return reason
+        for source, plane in zip(raw.planes, encoded.planes, strict=True):
+            if plane.codec is None:
+                if (source.dtype, source.order, source.pack) != (plane.dtype, plane.order, plane.pack):
+                    return f"plane {plane.name} is raw in both and lies differently"
+            elif native_encoder(plane) is None:
+                return f"plane {plane.name} under codec {plane.codec.name} has no native encoder"
+        return None
+
+    @staticmethod
+    def encode_task(raw_offsets: torch.Tensor, encoded_offsets: torch.Tensor) -> _cpu.EncodeTask:
+        """Spans to encode by address: int64 [N] each, contiguous, alive while it is used."""
+        if not raw_offsets.is_contiguous() or not encoded_offsets.is_contiguous():
+            raise ValueError("offsets of spans to encode must be contiguous")
+        return _cpu.EncodeTask(raw_offsets.data_ptr(), encoded_offsets.data_ptr(), len(raw_offsets))
+
     def native_batch(self, arena: torch.Tensor, tables: torch.Tensor, batch: QueryBatch) -> _cpu.Batch:
         """A call's arena, tables and query tokens by address; the arguments must stay alive while it is used."""
         return self._batch(arena, tables, batch)
@@ -339,6 +393,33 @@ class CpuBackend:
             if plane.offset % 4:
                 return f"plane {plane.name} is not aligned to 4 bytes"
         return None
+
+
+class _BlockEncoder:
+    """A native encoder and the tensors that it holds by address."""
+
+    def __init__(self, raw: _cpu.Format, coded: _cpu.Format, encoded: BlockFormat) -> None:
+        self.native = _cpu.BlockEncoder(raw, coded)
+        self._kept: list[torch.Tensor] = []
+        for is_value, plane in enumerate(encoded.planes):
+            encoder = native_encoder(plane)
+            if encoder is None:
+                continue
+            self.native.set_plane(
+                bool(is_value),
+                METHODS.index(encoder.method),
+                encoder.rotated,
+                self._address(encoder.signs),
+                self._address(removed_means(plane, encoded.layers)),
+                encoder.stretch,
+                self._address(torch.tensor(encoder.edges) if encoder.edges else None),
+            )
+
+    def _address(self, tensor: torch.Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        self._kept.append(tensor.float().contiguous())
+        return self._kept[-1].data_ptr()
 
 
 def _coded_reason(plane: PlaneFormat, block_size: int, width: int) -> str | None:

@@ -221,6 +221,27 @@ class KernelBackend(Protocol):
         """
         ...
 
+    def encode(
+        self,
+        arena: torch.Tensor,
+        raw: BlockFormat,
+        encoded: BlockFormat,
+        index: int,
+        raw_offsets: torch.Tensor,
+        encoded_offsets: torch.Tensor,
+        first_positions: torch.Tensor,
+    ) -> int:
+        """Encode full blocks of layer ``index`` of their group, all heads, from their raw copies as stored.
+
+        Offsets are int64 [N], in bytes, of spans in the arena: raw span n becomes encoded span n, whose
+        bytes are a function of the raw ones alone. ``first_positions`` int64 [N] are of the blocks' first
+        tokens.
+
+        Returns:
+            How many encoded numbers were not finite; they are stored as 0.
+        """
+        ...
+
     def attend_latent(
         self,
         q_latent: torch.Tensor,

@@ -31,6 +31,11 @@ def element_index(plane: PlaneFormat, block_size: int, device: torch.device) -> 
     return (d // p) * (block_size * p) + t * p + d % p
 
 
+def count_non_finite(rows: torch.Tensor) -> int:
+    """How many elements of ``rows`` are NaN or ±Inf."""
+    return int((~torch.isfinite(rows)).sum())
+
+
 def _is_latent(fmt: BlockFormat) -> bool:
     return fmt.planes[0].name == "latent"
 
@@ -115,6 +120,33 @@ class ReferenceBackend:
         base = (offsets + plane.offset) // size
         element = element_index(plane, fmt.block_size, device)[within]  # [N, dim]
         return base[:, None, None] + heads[None, :, None] + element[:, None, :]
+
+    def encode(
+        self,
+        arena: torch.Tensor,
+        raw: BlockFormat,
+        encoded: BlockFormat,
+        index: int,
+        raw_offsets: torch.Tensor,
+        encoded_offsets: torch.Tensor,
+        first_positions: torch.Tensor,
+    ) -> int:
+        size, bad = raw.block_size, 0
+        within = torch.arange(size, device=arena.device).repeat(len(raw_offsets))
+        from_offsets = (raw_offsets + index * raw.layer_bytes).repeat_interleave(size)
+        to_offsets = encoded_offsets + index * encoded.layer_bytes
+        for source, target in zip(raw.planes, encoded.planes, strict=True):
+            places = self.element_places(source, raw, from_offsets, within, arena.device)
+            rows = arena.view(source.dtype)[places]  # [N * size, heads, dim]
+            if target.codec is None:
+                places = self.element_places(target, encoded, to_offsets.repeat_interleave(size), within, arena.device)
+                arena.view(target.dtype)[places] = rows
+                continue
+            blocks = rows.reshape(-1, size, *rows.shape[1:]).transpose(1, 2)  # [N, heads, size, dim]
+            bad += count_non_finite(blocks)
+            data = target.codec.encode(blocks, layer=raw.layers[index], first_position=first_positions)
+            arena[self.encoded_index(target, encoded, to_offsets)] = data
+        return bad
 
     def attend(
         self,

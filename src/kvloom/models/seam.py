@@ -97,6 +97,11 @@ class Recorder:
         )
         return self.inner.attend(q, arena, fmt, layer_offset, tables, batch, **options)
 
+    def encode(
+        self, arena: torch.Tensor, raw: BlockFormat, encoded: BlockFormat, index: int, *spans: torch.Tensor
+    ) -> int:
+        return self.inner.encode(arena, raw, encoded, index, *spans)
+
     def attend_latent(
         self,
         q_latent: torch.Tensor,

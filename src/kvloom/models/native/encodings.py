@@ -6,14 +6,15 @@ import torch
 
 from kvloom import _cpu
 from kvloom.attention.batch import KVStore
-from kvloom.kernels.coded import native_codes, removed_mean
-from kvloom.kernels.ops import BlockFormat, PlaneFormat
+from kvloom.kernels.coded import native_codes, removed_means
+from kvloom.kernels.cpu import CpuBackend
+from kvloom.kernels.ops import PlaneFormat
 
 
 class Encodings:
     """Per layer group of ``store``, what ``_cpu.Step`` must know of its encoded blocks; empty where none are."""
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVStore, backend: CpuBackend) -> None:
         self.store = store
         self._kept: list[torch.Tensor] = []  # held by address
         self.native: list[_cpu.Encoding] = []
@@ -21,7 +22,7 @@ class Encodings:
             return
         for item in store.storage[: len(store.layout.groups)]:
             if item.twin is None:
-                self.native.append(_cpu.Encoding(-1, 0, 0, 0, 0, 0))
+                self.native.append(_cpu.Encoding(-1, 0, 0, 0, 0, 0, None))
                 continue
             assert item.recents is not None
             fmt = store.formats[item.twin]
@@ -34,7 +35,8 @@ class Encodings:
                     item.recents,
                     self._address(query_turn),
                     self._address(None if output_turn is None else output_turn.T),
-                    self._address(_means(fmt)),
+                    self._address(removed_means(key, fmt.layers)),
+                    backend.block_encoder(store.formats[item.home], fmt),
                 )
             )
 
@@ -48,10 +50,3 @@ class Encodings:
 def _turn(plane: PlaneFormat) -> torch.Tensor | None:
     codes = native_codes(plane)
     return None if codes is None else codes.turn
-
-
-def _means(fmt: BlockFormat) -> torch.Tensor | None:
-    """[layers of the group, heads, dim] taken off keys before they were encoded, or None."""
-    means = [removed_mean(fmt.planes[0].codec, layer) for layer in fmt.layers]
-    found = [mean for mean in means if mean is not None]
-    return torch.stack(found) if found else None

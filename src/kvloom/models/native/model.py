@@ -12,7 +12,7 @@ from torch import nn
 
 from kvloom import _cpu
 from kvloom.attention.batch import KVBatch
-from kvloom.attention.encoded import encode_due
+from kvloom.attention.encoded import count_faults, encode_due
 from kvloom.core.layout import KVLayout
 from kvloom.kernels.cpu import CpuBackend
 from kvloom.kernels.packing import DTYPE_CODES, PackedLinear, pack_gated, pack_linear
@@ -128,7 +128,7 @@ class NativeModel(nn.Module):
         self._step.set_embedding_scale(scale)
 
     def take_times(self) -> dict[str, float]:
-        """Seconds in matrix products, attention and everything else since the last call."""
+        """Seconds in matrix products, attention, encoding and everything else since the last call."""
         times: dict[str, float] = self._step.take_times()
         return times
 
@@ -167,9 +167,9 @@ class NativeModel(nn.Module):
             formats.append(backend.native_format(fmt, self._query_heads[home]))
             batches.append(backend.native_batch(store.arena, kv.tables[group], queries))
         if self._encodings is None or self._encodings.store is not store:
-            self._encodings = Encodings(store)
+            self._encodings = Encodings(store, backend)
         logits = torch.empty(len(rows), self._vocab, dtype=torch.float32)
-        self._step.run(
+        not_finite = self._step.run(
             ids.data_ptr(),
             positions.data_ptr(),
             len(ids),
@@ -178,16 +178,31 @@ class NativeModel(nn.Module):
             formats,
             batches,
             self._encodings.native,
+            self._encode_tasks(kv),
             partial(self._encode, kv) if kv.encode else None,
             rows.data_ptr(),
             len(rows),
             logits.data_ptr(),
         )
+        count_faults(store, not_finite)
         if self._logit_divisor != 1.0:
             logits /= self._logit_divisor
         if self._softcap:
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
         return StepOutput(logits.unsqueeze(0))
+
+    def _encode_tasks(self, kv: KVBatch) -> list[_cpu.EncodeTask]:
+        """Per layer group, what the pass encodes natively; empty where that is nothing."""
+        if not kv.encode:
+            return []
+        tasks = []
+        for item in kv.store.storage[: len(self._layout.groups)]:
+            task = None if item.twin is None else kv.encode.get(item.twin)
+            if task is None:
+                tasks.append(_cpu.EncodeTask(0, 0, 0))
+            else:
+                tasks.append(self._backend.encode_task(task.raw_offsets, task.encoded_offsets))
+        return tasks
 
     def _encode(self, kv: KVBatch, layer: int) -> None:
         group, place = self._layout.homes[layer]

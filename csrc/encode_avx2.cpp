@@ -1,0 +1,3 @@
+#define KVLOOM_ISA avx2
+
+#include "encode_plane.h"

@@ -1,0 +1,3 @@
+#define KVLOOM_ISA avx512bf16
+
+#include "encode_plane.h"

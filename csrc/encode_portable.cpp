@@ -1,0 +1,3 @@
+#define KVLOOM_ISA portable
+
+#include "encode_plane.h"
