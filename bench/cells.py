@@ -28,6 +28,7 @@ SETS: dict[str, str] = {
     "context": ",".join(f"{batch}x{context}" for batch in (1, 8) for context in CONTEXTS),
     "batch": ",".join(f"{batch}x512" for batch in BATCHES),
     "served": "served:32x128",
+    "codecs": "8x4096,1x8192,prefill:8x4096",
     "quick": "1x128,4x128/96,prefill:2x128,served:4x32",
 }
 SETS["all"] = ",".join(SETS[name] for name in ("table", "context", "batch", "served"))

@@ -17,6 +17,7 @@ def load_options(arguments: argparse.Namespace, subject: Subject, cells: Sequenc
     """What engines need to know to hold the largest of ``cells``."""
     lengths = {cell: cell.context + new_tokens(arguments, cell) for cell in cells}
     tokens = max(cell.sequences * length for cell, length in lengths.items())
+    served = any(cell.phase == "served" for cell in cells)
     return {
         "model": arguments.model,
         "directory": str(subject.directory),
@@ -24,6 +25,8 @@ def load_options(arguments: argparse.Namespace, subject: Subject, cells: Sequenc
         "elements": subject.cost.elements,
         "max_model_len": max(lengths.values()),
         "max_sequences": max(cell.sequences for cell in cells),
+        # What our workers fit their arenas to; None where they take cache_bytes as the server does, to be its equals.
+        "loads": None if served else [(cell.sequences, length) for cell, length in lengths.items()],
         # fp32 at most, with room for half-filled blocks and for what earlier rounds left cached.
         "cache_bytes": int(1.25 * tokens * subject.cost.elements * 4) + (256 << 20),
         "steps": arguments.steps,

@@ -5,6 +5,7 @@ python -m bench.plot RESULT.json OUT.svg [OUT.png …]
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,13 @@ NAMES = {"ours": "kvloom", "transformers": "transformers", "vllm": "vLLM (CPU)",
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 COLOURS = {"ours": "#0072b2", "transformers": "#999999", "vllm": "#e69f00", "llama": "#009e73"}
 PARTS = (("weights_ms", "weights", "#0072b2"), ("cache_ms", "cache", "#56b4e9"), ("rest_ms", "rest", "#dddddd"))
+# What the native step tells of itself, and what of a step is outside it.
+INSIDE = (
+    ("linear", "#0072b2"), ("attention", "#d55e00"), ("encode", "#f0e442"), ("rest", "#999999"), ("outside", "#dddddd"),
+)  # fmt: skip
+VARIANT_COLOURS = (
+    "#d55e00", "#cc79a7", "#56b4e9", "#882255", "#f0e442", "#332288", "#44aa99", "#aa4499", "#117733", "#661100",
+)  # fmt: skip
 Point = tuple[float, float, float, float, float]  # x, value, least, most, bound
 
 
@@ -53,7 +61,8 @@ def draw(document: dict[str, Any], paths: Sequence[Path]) -> None:
             curves(axis, chosen, "context", title, "context, tokens", "ms")
         chosen = [cell for cell in cells if cell["context"] == 512]
         curves(axes[1, 0], chosen, "sequences", "Decode, context 512", "sequences", "tokens per second")
-        bars(axes[1, 1], [cell for cell in document["cells"] if cell["phase"] == "decode"])
+        decode = [cell for cell in document["cells"] if cell["phase"] == "decode"]
+        (inside if len(ours_in(decode)) > 1 else bars)(axes[1, 1], decode)
         for path in paths:
             plain = {"Date": None} if path.suffix == ".svg" else {}
             figure.savefig(path, dpi=150, metadata=plain)
@@ -65,7 +74,8 @@ def curves(axis: Axes, cells: Sequence[dict[str, Any]], key: str, title: str, x_
     value: Callable[[dict[str, Any], float], float] = (
         (lambda _, seconds: seconds * 1e3) if y_title == "ms" else (lambda cell, seconds: cell["sequences"] / seconds)
     )
-    for name in NAMES:
+    colours = colours_of(cells)
+    for name, colour in colours.items():
         found = points(cells, name, key, value)
         if not found:
             continue
@@ -80,8 +90,8 @@ def curves(axis: Axes, cells: Sequence[dict[str, Any]], key: str, title: str, x_
             marker="o",
             markersize=4,
             capsize=2,
-            color=COLOURS[name],
-            label=NAMES[name],
+            color=colour,
+            label=label(name),
             linewidth=2 if strong else 1.4,
             zorder=3 if strong else 2,
         )
@@ -97,6 +107,25 @@ def curves(axis: Axes, cells: Sequence[dict[str, Any]], key: str, title: str, x_
         axis.legend()
     else:
         axis.text(0.5, 0.5, "not measured in this run", ha="center", transform=axis.transAxes, color="#999999")
+
+
+def label(name: str) -> str:
+    """An engine's name for people: ``kvloom int8``."""
+    engine, _, kept = name.partition("@")
+    return f"{NAMES.get(engine, engine)} {kept}".rstrip()
+
+
+def colours_of(cells: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """A colour for each engine of ``cells``: plain ones have theirs, variants take turns."""
+    names = dict.fromkeys(name for cell in cells for name in cell["engines"])
+    variants = itertools.cycle(VARIANT_COLOURS)
+    return {name: COLOURS[name] if name in COLOURS else next(variants) for name in names}
+
+
+def ours_in(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Our engine and its variants, as far as their parts are known."""
+    found = (name for cell in cells for name, figures in cell["engines"].items() if "parts_ms" in figures)
+    return list(dict.fromkeys(name for name in found if name.partition("@")[0] == "ours"))
 
 
 def _steps() -> Any:
@@ -135,6 +164,25 @@ def bars(axis: Axes, cells: Sequence[dict[str, Any]]) -> None:
     axis.grid(axis="y", visible=False)
     axis.set(title="What kvloom's decode step is made of", xlabel="% of its time", xlim=(0, 100))
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=len(PARTS))
+
+
+def inside(axis: Axes, cells: Sequence[dict[str, Any]]) -> None:
+    """What the mean step of each variant of ours is made of, measured from within."""
+    found = [
+        (f"{cell['name'].partition(':')[2]} {name.partition('@')[2] or 'raw'}", cell["engines"][name]["parts_ms"])
+        for cell in cells
+        for name in ours_in([cell])
+    ]
+    left = [0.0] * len(found)
+    for part, colour in INSIDE:
+        widths = [parts.get(part, 0.0) for _, parts in found]
+        axis.barh([name for name, _ in found], widths, left=left, color=colour, label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axis.invert_yaxis()
+    axis.tick_params(axis="y", labelsize=9 if len(found) <= 12 else 7)
+    axis.grid(axis="y", visible=False)
+    axis.set(title="Inside kvloom's mean decode step", xlabel="ms")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=len(INSIDE))
 
 
 def main() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TextIO
+
+from bench.details import Line, Table, details
 
 COLUMNS = (
     "cell", "engine", "ms", "tok/s", "spread", "n", "ours is", "bound ms", "reached", "weights", "cache", "rest",
@@ -30,20 +31,31 @@ def heading(document: dict[str, Any]) -> str:
         if own:
             text += f", kernels {own['kernels']}/{own['kernel_variant']}"
             text += "".join(f", {key} {own[key]}" for key in ("codec", "step") if key in own)
+            text += _protection(own)
         lines.append(text + "".join(f"; {note}" for note in engine.get("notes", ())))
+    lines += _uneven(document)
     return "\n".join(lines)
+
+
+def _protection(own: dict[str, Any]) -> str:
+    kept = [f"{end} {own[key]}" for end, key in (("first", "sink_tokens"), ("last", "recent_tokens")) if own.get(key)]
+    return f", {' and '.join(kept)} tokens raw" if kept else ""
+
+
+def _uneven(document: dict[str, Any]) -> list[str]:
+    """A remark where a round's steps encode more or fewer blocks than as many steps do on the whole."""
+    steps = document.get("settings", {}).get("steps")
+    encoded = [engine["engine"] for engine in document["engines"].values() if engine.get("engine")]
+    sizes = {own["block_size"] for own in encoded if own.get("codec", "raw") != "raw" and "block_size" in own}
+    return [
+        f"{steps} steps are no whole number of blocks of {size} tokens: means have too much or too little of encoding"
+        for size in sorted(sizes)
+        if steps and steps % size
+    ]
 
 
 def _range(both: Sequence[float]) -> str:
     return " and ".join(f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in both)
-
-
-@dataclass(frozen=True)
-class Line:
-    """One engine in one cell: its columns (fewer where it did not run) and a remark."""
-
-    columns: list[str]
-    remark: str = ""
 
 
 def rows(cells: Iterable[dict[str, Any]]) -> list[Line]:
@@ -85,17 +97,19 @@ def _remark(figures: dict[str, Any]) -> str:
 
 def show(document: dict[str, Any], out: TextIO) -> None:
     """Write the whole report."""
-    lines = rows(document["cells"])
+    tables = [Table(heading(document), COLUMNS, rows(document["cells"])), *details(document["cells"])]
     if out.isatty():
-        _show_table(heading(document), lines, out)
+        for table in tables:
+            _show_table(table, out)
     else:
-        print(heading(document), *plain(lines), sep="\n", file=out)
+        texts = ["\n".join([table.title, *plain(table.lines, table.columns)]) for table in tables]
+        print(*texts, sep="\n\n", file=out)
 
 
-def plain(lines: Sequence[Line]) -> list[str]:
+def plain(lines: Sequence[Line], titles: Sequence[str] = COLUMNS) -> list[str]:
     """Titles and lines with columns aligned by spaces, remarks behind them."""
-    every = [Line(list(COLUMNS)), *lines]
-    width = [max(len(line.columns[i]) for line in every if i < len(line.columns)) for i in range(len(COLUMNS))]
+    every = [Line(list(titles)), *lines]
+    width = [max(len(line.columns[i]) for line in every if i < len(line.columns)) for i in range(len(titles))]
     found = []
     for line in every:
         aligned = [text.ljust(width[i]) if i < 2 else text.rjust(width[i]) for i, text in enumerate(line.columns)]
@@ -103,18 +117,18 @@ def plain(lines: Sequence[Line]) -> list[str]:
     return found
 
 
-def _show_table(title: str, lines: Sequence[Line], out: TextIO) -> None:
+def _show_table(shown: Table, out: TextIO) -> None:
+    from rich import table as rich
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(file=out)
-    console.print(title, highlight=False, markup=False)
-    table = Table(*COLUMNS, header_style="bold")
+    console.print(shown.title, highlight=False, markup=False)
+    table = rich.Table(*shown.columns, header_style="bold")
     for column in table.columns[2:]:
         column.justify = "right"
     cell = ""
     remarks = []
-    for line in lines:
+    for line in shown.lines:
         if line.columns[0]:
             cell = line.columns[0]
             table.add_section()

@@ -4,7 +4,8 @@
     python -m bench.run --cells table,served --rounds 5 --out bench/results/NAME
 
 Cells are written 8x4096 (decode, sequences x context), 32x1024/960 (sharing the first 960 tokens), prefill:8x512,
-served:32x128, or as names of sets: table, context, batch, served, quick, all.
+served:32x128, or as names of sets: table, context, batch, served, codecs, quick, all. Engines may be variants that keep
+their cache in another format, ours@int8 or llama@q8_0; codecs stands for those of the table of codecs.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from bench.model import Subject, find_model
 from bench.options import llama_options, load_options, new_tokens
 from bench.protocol import ROOT
 from bench.report import show
-from bench.summary import compare, summarise
+from bench.summary import compare, compare_parts, summarise
 from bench.turns import Engines, Rounds, log
+from bench.variants import CODECS, ENGINES, base_of, engine_of, parse_engines, with_format
 
-ENGINES = ("ours", "transformers", "vllm", "llama")
 PREFILL_ROUNDS = 3  # a round computes everything anew; they are long and differ little
 IDLE_SHARE = 0.05  # of a processor, while another engine computes
 
@@ -55,7 +56,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     processors = len(os.sched_getaffinity(0))
     threads = int(os.environ.get("OMP_NUM_THREADS", processors))
     parser.add_argument("--cells", type=cells_argument, help="cells and sets, by commas (all)")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="of " + ", ".join(ENGINES))
+    parser.add_argument(
+        "--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}, ours@CODEC, llama@TYPE, or {CODECS}"
+    )
     parser.add_argument("--rounds", type=int, default=5, help=f"per cell; at most {PREFILL_ROUNDS} of prefill (5)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps per round (64)")
     parser.add_argument("--answer-tokens", type=int, default=128, help="of a served request (128)")
@@ -77,10 +80,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.quick:
         arguments.rounds, arguments.steps, arguments.answer_tokens = 1, 8, 16
     arguments.cells = arguments.cells or parse_cells("quick" if arguments.quick else "all")
-    arguments.engines = arguments.engines.split(",")
-    unknown = set(arguments.engines) - set(ENGINES)
-    if unknown:
-        parser.error(f"unknown engine {min(unknown)!r}; known: {', '.join(ENGINES)}")
+    formats = {"ours": dict(arguments.settings).get("codec", "raw"), "llama": arguments.llama_cache_type}
+    try:
+        arguments.engines = parse_engines(arguments.engines, formats=formats, llama=arguments.llama_bin is not None)
+    except ValueError as error:
+        parser.error(str(error))
     return arguments
 
 
@@ -116,7 +120,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         options = load_options(arguments, subject, group) | llama_options(arguments, subject)
         try:
             for name in names:
-                engines.start(name, pythons.get(name, sys.executable), options)
+                engines.start(name, pythons.get(engine_of(name), sys.executable), with_format(name, options))
             for cell in group:
                 log(cell.name)
                 rounds = min(arguments.rounds, PREFILL_ROUNDS) if cell.phase == "prefill" else arguments.rounds
@@ -188,7 +192,11 @@ def figures(
             steps=arguments.steps,
             element_bytes=info[name]["cache_element_bytes"],
         )
-    compare(found, base="offline" if cell.phase == "served" else "ours", processors=len(os.sched_getaffinity(0)))
+    base = "offline" if cell.phase == "served" else base_of(list(results))
+    compare(found, base=base, processors=len(os.sched_getaffinity(0)))
+    raw = next((name for name in found if info[name].get("engine", {}).get("codec") == "raw"), None)
+    if raw is not None:
+        compare_parts(found, raw=raw)
     return found
 
 

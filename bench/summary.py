@@ -53,6 +53,37 @@ def summarise(
     for key in ("client_cpu_s", "server_cpu_s", "first_token_s"):
         if all(key in r for r in rounds):
             found[key] = statistics.median(r[key] for r in rounds)
+    if all("step_ms" in r for r in rounds):
+        # A step in which blocks are encoded is longer than others: the mean has them all, the median none.
+        found["step_ms"] = {
+            "median": statistics.median(statistics.median(r["step_ms"]) for r in rounds),
+            "mean": statistics.median(statistics.fmean(r["step_ms"]) for r in rounds),
+        }
+    if all(r.get("parts_s") for r in rounds):
+        found["parts_ms"] = parts_of(cell, rounds)
+    if all(r.get("memory") for r in rounds):
+        found["memory"] = most([r["memory"] for r in rounds])
+    return found
+
+
+def parts_of(cell: Cell, rounds: Sequence[Round]) -> dict[str, float]:
+    """Milliseconds by part, as ``seconds`` counts: of the mean step in decode, of a whole round otherwise.
+
+    ``outside`` is what the native step does not see: scheduling, bookkeeping, sampling.
+    """
+    per_round: list[dict[str, float]] = []
+    for r in rounds:
+        count = r["units"] if cell.phase == "decode" else 1
+        parts = {name: 1e3 * seconds / count for name, seconds in r["parts_s"].items()}
+        per_round.append({**parts, "outside": 1e3 * r["seconds"] / count - sum(parts.values())})
+    return {name: statistics.median(parts[name] for parts in per_round) for name in per_round[0]}
+
+
+def most(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The greatest of each figure over rounds; words as in the first."""
+    found = dict(rounds[0])
+    for later in rounds[1:]:
+        found |= {key: max(found[key], value) for key, value in later.items() if not isinstance(value, str)}
     return found
 
 
@@ -73,3 +104,18 @@ def compare(figures: dict[str, dict[str, Any]], *, base: str, processors: int) -
         else:
             other["share_of_offline"] = ours["seconds"] / other["seconds"]
             other["without_client"] = ours["seconds"] / (other["seconds"] - other["client_cpu_s"] / processors)
+
+
+def compare_parts(figures: dict[str, dict[str, Any]], *, raw: str) -> None:
+    """Add to every engine whose parts are known its time in attention over that of ``raw``, whose cache is not encoded.
+
+    ``with_encoding_vs_raw`` counts encoding as attention's, which it is only there for.
+    """
+    base = figures[raw].get("parts_ms")
+    if base is None or not base["attention"]:
+        return
+    for other in figures.values():
+        parts = other.get("parts_ms")
+        if parts is not None:
+            other["attention_vs_raw"] = parts["attention"] / base["attention"]
+            other["with_encoding_vs_raw"] = (parts["attention"] + parts.get("encode", 0.0)) / base["attention"]

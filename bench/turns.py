@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.cells import Cell
 from bench.protocol import Worker, WorkerError
+from bench.variants import engine_of
 
 MODULES = {"transformers": "hf", "offline": "ours"}
 Rounds = list[dict[str, Any]]
@@ -33,12 +34,13 @@ class Engines:
     def start(self, name: str, python: str | None, options: dict[str, Any]) -> None:
         """Start and load an engine with the Python of its environment; a failure is its ``not_run``."""
         log(f"loading {name}")
+        engine = engine_of(name)
         try:
             if python is None:
-                raise WorkerError(f"give the Python of its environment with --{name}-python")
+                raise WorkerError(f"give the Python of its environment with --{engine}-python")
             worker = self._workers[name] = Worker(
                 name,
-                [python, "-m", f"bench.engines.{MODULES.get(name, name)}"],
+                [python, "-m", f"bench.engines.{MODULES.get(engine, engine)}"],
                 threads=self.threads,
                 log=self.logs / f"{name}.log",
                 timeout=self.timeout,
@@ -106,4 +108,4 @@ class Engines:
         elif do == "round" and isinstance(rounds, list):
             rounds.append(result)
             each = result["seconds"] / result["units"]
-            log(f"  round {arguments['number'] + 1}: {name:12} {each * 1e3:.2f} ms each of {result['units']}")
+            log(f"  round {arguments['number'] + 1}: {name:16} {each * 1e3:.2f} ms each of {result['units']}")

@@ -221,7 +221,7 @@ private:
             }
             workspace.chunks.push_back(workspace.segments.size());
         }
-        workspace.blocks.push_back(nullptr);
+        workspace.blocks.insert(workspace.blocks.end(), 2, nullptr);
         const unsigned char* const* blocks = workspace.blocks.data();
         for (Segment& segment : workspace.segments) {
             segment.blocks = blocks;

@@ -250,7 +250,9 @@ struct CodedScratch {
     float* channels;   // [kMaxDim]
     float* row;        // [rows][2 + 2 * groups]: query scale and sum; weights' scales and offsets
     float* scaled;     // [kLda]
+    int16_t* channel_levels;  // [kMaxDim], channels' scales of a block
     float* spare;      // as scales
+    float* products;   // [groups][rows][kChunk]
 
     CodedScratch(const ChunkArgs& args) {
         const Format& format = *args.format;
@@ -271,29 +273,44 @@ struct CodedScratch {
         channels = reinterpret_cast<float*>(take(4u * kMaxDim));
         row = reinterpret_cast<float*>(take(4u * rows * (2 + 2 * groups)));
         scaled = reinterpret_cast<float*>(take(4u * kLda));
+        channel_levels = reinterpret_cast<int16_t*>(take(2u * kMaxDim));
         spare = reinterpret_cast<float*>(take(4u * kChunk * groups));
+        products = reinterpret_cast<float*>(take(4u * groups * rows * kChunk));
     }
 };
 
 // Rows of `groups` numbers per token as one run of tokens per group.
-static void by_group(const float* from, int tokens, int groups, float* to) {
-    for (int t = 0; t < tokens; ++t) {
-        for (int g = 0; g < groups; ++g) to[g * tokens + t] = from[t * groups + g];
+static void by_group(const unsigned char* from, int tokens, int groups, uint16_t* to) {
+    const auto* numbers = reinterpret_cast<const uint16_t*>(from);
+    for (int g = 0; g < groups; ++g) {
+        for (int t = 0; t < tokens; ++t) to[g * tokens + t] = numbers[t * groups + g];
     }
 }
 
+// The block to fetch while one is read: the one after the next. A block of codes takes about as long as memory
+// takes to answer. Lists of blocks end with two nulls.
+static const unsigned char* ahead(const unsigned char* const* block) { return block[1] != nullptr ? block[2] : nullptr; }
+
+// Scales and offsets; those of values are read block after block when the softmax is done.
+static void fetch_numbers(const unsigned char* block, const CodedPlane& plane, int size, int dim) {
+    if (plane.bits == 0) return;
+    const auto fetch = [&](int64_t place, int bytes) {
+        for (int at = 0; place >= 0 && at < bytes; at += 64) __builtin_prefetch(block + place + at);
+    };
+    fetch(plane.token_scale, 2 * size * plane.token_groups);
+    fetch(plane.token_offset, 2 * size * plane.token_groups);
+    fetch(plane.channel_scale, 2 * dim);
+    fetch(plane.channel_offset, 2 * dim);
+}
+
 // Scales (and offsets, where there are any) of a block's tokens, one run per group.
-static void token_numbers(const unsigned char* block, const CodedPlane& plane, int size, const unsigned char* next,
-                          float* spare, float* scales, float* offsets) {
+static void token_numbers(const unsigned char* block, const CodedPlane& plane, int size, float* spare, float* scales,
+                          float* offsets) {
     const int groups = plane.token_groups;
-    for (int at = 0; next != nullptr && at < 2 * size * groups; at += 64) {
-        if (plane.token_scale >= 0) __builtin_prefetch(next + plane.token_scale + at);
-        if (plane.token_offset >= 0) __builtin_prefetch(next + plane.token_offset + at);
-    }
     const auto read = [&](int at, float* to) {
         if (groups == 1) return halves(block + at, size, to);
-        halves(block + at, size * groups, spare);
-        by_group(spare, size, groups, to);
+        by_group(block + at, size, groups, reinterpret_cast<uint16_t*>(spare));
+        halves(reinterpret_cast<const unsigned char*>(spare), size * groups, to);
     };
     if (plane.token_scale >= 0) {
         read(plane.token_scale, scales);
@@ -318,26 +335,42 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
         Vec::F sum = Vec::zero();
         for (int d = 0; d < dim; d += W) sum = Vec::add(sum, Vec::load(from + d));
         row_of(r)[1] = Vec::reduce_add(sum);
-        if (!by_channel) row_of(r)[0] = quantise_row(from, dim, s.query + r * kMaxDim);
+        row_of(r)[0] = quantise_row(from, dim, s.query + r * kMaxDim);
     }
     for (int i = 0; i < args.count; ++i) {
         const Segment& segment = args.segments[i];
         const unsigned char* const* block = segment.blocks;
         for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
+            const unsigned char* const next = ahead(block);
+            fetch_numbers(*block, format.v_codes, size, format.v_dim);
+            if (next != nullptr) fetch_numbers(next, plane, size, dim);
             const bool direct = segment.rows <= kDirectRows && groups == 1;
-            if (!direct) decode(*block, plane, dim / 2, size, block[1], s.levels);
-            token_numbers(*block, plane, size, block[1], s.spare, s.scales, s.offsets);
+            if (!direct) decode(*block, plane, dim / 2, size, next, s.levels);
+            token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
+            float block_scale = 1.0f;
+            if (by_channel) {  // the channels' scales go into the queries: both are int16 of their largest
+                halves(*block + plane.channel_scale, dim, s.scaled);
+                block_scale = quantise_row(s.scaled, dim, s.channel_levels) * 32768.0f;
+                for (int r = segment.row; r < segment.row + segment.rows; ++r) {
+                    for (int d = 0; d < dim; d += 2 * W) {
+                        Vec::multiply_high(s.query + r * kMaxDim + d, s.channel_levels + d, s.weights + r * kLda + d);
+                    }
+                }
+                if (plane.channel_offset >= 0) {
+                    halves(*block + plane.channel_offset, dim, s.channels);
+                    for (int d = 0; d < dim; d += W) {
+                        const Vec::F middle = Vec::fma(Vec::load(s.scaled + d), Vec::set1(plane.center), Vec::load(s.channels + d));
+                        Vec::store(s.channels + d, middle);
+                    }
+                }
+            }
+            const int16_t* const queries = by_channel ? s.weights : s.query;
+            const ptrdiff_t query_stride = by_channel ? kLda : kMaxDim;
             for (int g = 0; g < groups; ++g) {
                 const int width = dim / groups;
-                for (int r = segment.row; by_channel && r < segment.row + segment.rows; ++r) {
-                    const float* from = q + static_cast<ptrdiff_t>(r) * kLda;
-                    if (r == segment.row) halves(*block + plane.channel_scale, dim, s.channels);
-                    for (int d = 0; d < dim; d += W) Vec::store(s.scaled + d, Vec::mul(Vec::load(from + d), Vec::load(s.channels + d)));
-                    row_of(r)[0] = quantise_row(s.scaled, dim, s.query + r * kMaxDim);
-                }
                 Levels o;
-                o.a = s.query + segment.row * kMaxDim + g * width;
-                o.a_stride = kMaxDim;
+                o.a = queries + segment.row * query_stride + g * width;
+                o.a_stride = query_stride;
                 o.b = s.levels + static_cast<ptrdiff_t>(g) * width * size;
                 o.b_stride = 2 * size;
                 o.steps = width / 2;
@@ -345,14 +378,9 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
                 o.c_stride = size;
                 o.accumulate = false;
                 if (direct) {
-                    direct_product(segment.rows, *block, plane, dim / 2, size, 0, 2 * size, block[1], o);
+                    direct_product(segment.rows, *block, plane, dim / 2, size, 0, 2 * size, next, o);
                 } else {
                     levels_product(segment.rows, size, o);
-                }
-                if (by_channel && plane.channel_offset >= 0) {
-                    halves(*block + plane.channel_scale, dim, s.scaled);
-                    halves(*block + plane.channel_offset, dim, s.channels);
-                    for (int d = 0; d < dim; ++d) s.channels[d] += plane.center * s.scaled[d];
                 }
                 for (int r = 0; r < segment.rows; ++r) {
                     const int row = segment.row + r;
@@ -364,7 +392,7 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
                         constant = Vec::reduce_add(sum);
                     }
                     float* scores = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
-                    const Vec::F scale = Vec::set1(row_of(row)[0]), sum = Vec::set1(row_of(row)[1]), shift = Vec::set1(constant);
+                    const Vec::F scale = Vec::set1(row_of(row)[0] * block_scale), sum = Vec::set1(row_of(row)[1]), shift = Vec::set1(constant);
                     for (int t = 0; t < size; t += W) {
                         Vec::F x = Vec::fma(Vec::from_ints(Vec::load_ints(s.sums + r * size + t)), scale, shift);
                         x = Vec::mul(x, Vec::load(s.scales + g * size + t));
@@ -394,37 +422,43 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
             for (int start = segment.first / size * size; start < segment.end; start += size, ++block) f(segment, block, start);
         }
     };
-    // Weights times scales: the block's part of each row, in all groups; scores keep the weights.
-    for (int r = 0; r < args.rows; ++r) {
-        for (int g = 0; g < groups; ++g) offset[g * args.rows + r] = 0.0f;
+    // Weights times scales: the block's part of each row, in all groups; scores keep the weights. Rows of several
+    // segments read only some of the chunk's blocks: the other weights are 0.
+    const int low = args.first / size * size, high = (args.end + size - 1) / size * size;
+    const auto product_of = [&](int g, int r) { return s.products + (static_cast<ptrdiff_t>(g) * args.rows + r) * kChunk; };
+    for (int i = 0; i < groups * args.rows; ++i) {
+        offset[i] = 0.0f;
+        for (int t = low; args.count > 1 && t < high; t += W) Vec::store(product_of(0, i) + t, Vec::zero());
     }
-    auto* const products = reinterpret_cast<float*>(s.sums);  // [rows][kChunk], one group at a time
-    for (int g = 0; g < groups; ++g) {
-        for (int r = 0; r < args.rows; ++r) __builtin_memset(products + r * kChunk, 0, kChunk * sizeof(float));
-        each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
-            token_numbers(*block, plane, size, block[1], s.spare, s.scales, s.offsets);
+    each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
+        token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
+        for (int g = 0; g < groups; ++g) {
             for (int row = segment.row; row < segment.row + segment.rows; ++row) {
                 const float* weights = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
+                float* products = product_of(g, row) + start;
                 Vec::F sum = Vec::zero();
                 for (int t = 0; t < size; t += W) {
-                    if (start + t < begin || start + t >= end) continue;
-                    const Vec::F p = Vec::load(weights + t);
-                    Vec::store(products + row * kChunk + start + t, Vec::mul(p, Vec::load(s.scales + g * size + t)));
+                    const bool seen = start + t >= begin && start + t < end;
+                    const Vec::F p = seen ? Vec::load(weights + t) : Vec::zero();
+                    Vec::store(products + t, Vec::mul(p, Vec::load(s.scales + g * size + t)));
                     if (plane.token_offset >= 0) sum = Vec::fma(p, Vec::load(s.offsets + g * size + t), sum);
                 }
                 if (plane.token_offset >= 0) offset[g * args.rows + row] += Vec::reduce_add(sum);
             }
-        });
+        }
+    });
+    for (int g = 0; g < groups; ++g) {
         for (int r = 0; r < args.rows; ++r) {
-            weight_scale[g * args.rows + r] = quantise_row(products + r * kChunk, kChunk, weights_of(g, r));
+            weight_scale[g * args.rows + r] = quantise_row(product_of(g, r) + low, high - low, weights_of(g, r) + low);
         }
     }
     for (int r = 0; r < args.rows; ++r) {
         __builtin_memset(by_channel ? static_cast<void*>(args.out + r * args.out_stride) : s.sums + r * kChunk, 0, dim * 4);
     }
     each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
+        const unsigned char* const next = ahead(block);
         const bool direct = segment.rows <= kDirectRows && 2 * width % Vec::kBytes == 0;
-        if (!direct) decode(*block, plane, size / 2, dim, block[1], s.levels);
+        if (!direct) decode(*block, plane, size / 2, dim, next, s.levels);
         for (int g = 0; g < groups; ++g) {
             Levels o;
             o.a = weights_of(g, segment.row) + start;
@@ -436,7 +470,7 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
             o.c_stride = kChunk;
             o.accumulate = !by_channel;
             if (direct) {
-                direct_product(segment.rows, *block, plane, size / 2, dim, 2 * g * width, 2 * (g + 1) * width, block[1], o);
+                direct_product(segment.rows, *block, plane, size / 2, dim, 2 * g * width, 2 * (g + 1) * width, next, o);
             } else {
                 levels_product(segment.rows, width, o);
             }
@@ -444,7 +478,7 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
         if (!by_channel) return;
         // Scales of channels are the block's: its sums are added up as numbers, in order of blocks.
         halves(*block + plane.channel_scale, dim, s.channels);
-        if (plane.token_offset >= 0) token_numbers(*block, plane, size, block[1], s.spare, s.scales, s.offsets);
+        if (plane.token_offset >= 0) token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
         for (int row = segment.row; row < segment.row + segment.rows; ++row) {
             Vec::F part = Vec::zero();
             for (int t = 0; plane.token_offset >= 0 && t < size; t += W) {
@@ -558,11 +592,14 @@ static void small_float_scores(const ChunkArgs& args, const CodedScratch& s) {
         const Segment& segment = args.segments[i];
         const unsigned char* const* block = segment.blocks;
         for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
-            token_numbers(*block, plane, size, block[1], s.spare, s.scales, s.offsets);
+            const unsigned char* const next = ahead(block);
+            fetch_numbers(*block, format.v_codes, size, format.v_dim);
+            if (next != nullptr) fetch_numbers(next, plane, size, dim);
+            token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
             float* const scores = args.scores + static_cast<ptrdiff_t>(segment.row) * kLda + start;
             small_float_product(plane, segment.rows, size,
                                 {queries + static_cast<ptrdiff_t>(segment.row) * kLda, kLda, *block + plane.codes[0], size,
-                                 block[1] != nullptr ? block[1] + plane.codes[0] : nullptr, dim, scores, kLda, false});
+                                 next != nullptr ? next + plane.codes[0] : nullptr, dim, scores, kLda, false});
             for (int r = 0; r < segment.rows; ++r) {
                 float* row = scores + static_cast<ptrdiff_t>(r) * kLda;
                 for (int t = 0; t < size; t += W) {
@@ -586,7 +623,8 @@ static void small_float_outputs(const ChunkArgs& args, const CodedScratch& s, in
         const Segment& segment = args.segments[i];
         const unsigned char* const* block = segment.blocks;
         for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
-            token_numbers(*block, plane, size, block[1], s.spare, s.scales, s.offsets);
+            const unsigned char* const next = ahead(block);
+            token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
             float* const weights = args.scores + static_cast<ptrdiff_t>(segment.row) * kLda + start;
             for (int r = 0; r < segment.rows; ++r) {
                 float* row = weights + static_cast<ptrdiff_t>(r) * kLda;
@@ -598,7 +636,7 @@ static void small_float_outputs(const ChunkArgs& args, const CodedScratch& s, in
             }
             small_float_product(plane, segment.rows, dim,
                                 {weights, kLda, *block + plane.codes[0], dim,
-                                 block[1] != nullptr ? block[1] + plane.codes[0] : nullptr, size,
+                                 next != nullptr ? next + plane.codes[0] : nullptr, size,
                                  args.out + segment.row * args.out_stride, args.out_stride, true});
         }
     }

@@ -106,6 +106,10 @@ struct Vec {
     static I add_pairs(I acc, I x, int32_t pair) {
         return _mm256_add_epi32(acc, _mm256_madd_epi16(x, _mm256_set1_epi32(pair)));
     }
+    // a * b / 2^15, to nearest, of 2 W numbers.
+    static void multiply_high(const int16_t* a, const int16_t* b, int16_t* to) {
+        store_ints(to, _mm256_mulhrs_epi16(load_ints(a), load_ints(b)));
+    }
     static void store_rounded(int16_t* p, F x) {
         const I i = _mm256_cvtps_epi32(x);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p),

@@ -97,6 +97,10 @@ struct Vec {
         return _mm512_add_epi32(acc, _mm512_madd_epi16(x, _mm512_set1_epi32(pair)));
 #endif
     }
+    // a * b / 2^15, to nearest, of 2 W numbers.
+    static void multiply_high(const int16_t* a, const int16_t* b, int16_t* to) {
+        store_ints(to, _mm512_mulhrs_epi16(load_ints(a), load_ints(b)));
+    }
     static void store_rounded(int16_t* p, F x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
     }

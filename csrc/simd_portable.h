@@ -71,6 +71,10 @@ struct Vec {
         const int32_t low = static_cast<int16_t>(pair), high = pair >> 16;
         return acc + (x << 16 >> 16) * low + (x >> 16) * high;
     }
+    // a * b / 2^15, to nearest, of 2 W numbers.
+    static void multiply_high(const int16_t* a, const int16_t* b, int16_t* to) {
+        for (int i = 0; i < 2 * W; ++i) to[i] = static_cast<int16_t>((a[i] * b[i] + (1 << 14)) >> 15);
+    }
     static void store_rounded(int16_t* p, F x) {
         for (int i = 0; i < W; ++i) p[i] = static_cast<int16_t>(__builtin_lrintf(x[i]));
     }

@@ -92,8 +92,8 @@ static inline int coded_groups(const Format& format) {
 // Bytes of ChunkArgs::coded for up to `rows` rows.
 static inline size_t coded_scratch_bytes(const Format& format, int rows) {
     const int groups = coded_groups(format), dim = format.k_dim > format.v_dim ? format.k_dim : format.v_dim;
-    const size_t per_row = 2 * kMaxDim + static_cast<size_t>(2 * groups) * kLda + 4 * kChunk + 4 * (2 + 2 * groups);
-    return 4u * dim * format.block_size + rows * per_row + 12u * kChunk * groups + 4 * kMaxDim + 4 * kLda + 16 * 64;
+    const size_t per_row = 2 * kMaxDim + static_cast<size_t>(2 * groups) * kLda + 4 * (1 + groups) * kChunk + 4 * (2 + 2 * groups);
+    return 4u * dim * format.block_size + rows * per_row + 12u * kChunk * groups + 6 * kMaxDim + 4 * kLda + 16 * 64;
 }
 
 // The latents' part of a tile's logits.
@@ -107,7 +107,7 @@ struct LatentArgs {
 // Keys of a chunk that some of a tile's rows read together.
 struct Segment {
     const unsigned char* const* blocks;  // from the block of `first`; one more entry than blocks
-                                         // read: the next to prefetch, or null
+                                         // read: the next to prefetch, or null (and one more)
     int first, end;                      // tokens visible to any of the rows, from the chunk's start
     int row, rows;                       // of the tile
 };

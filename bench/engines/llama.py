@@ -60,9 +60,10 @@ class Llama:
             # Computes one prompt for all; without -kvu every sequence then has its own copy of it.
             flags += ["-pps", *(["-kvu"] if cell.shared else [])]
         found = self._measure(flags)
+        memory = {"rss_peak_bytes": self.peak, "rss_by": "ru_maxrss"}
         if cell.phase == "decode":
-            return {"seconds": found["t_tg"], "units": new_tokens}
-        return {"seconds": found["t_pp"], "units": cell.context * cell.sequences}
+            return {"seconds": found["t_tg"], "units": new_tokens, "memory": memory}
+        return {"seconds": found["t_pp"], "units": cell.context * cell.sequences, "memory": memory}
 
     def release(self) -> None:
         pass
@@ -73,13 +74,20 @@ class Llama:
         return parse_result(self._run([*command, *flags, "--output-format", "jsonl"]))
 
     def _run(self, command: list[str]) -> str:
-        done = subprocess.run(
-            command, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-        )
-        said = done.stdout + done.stderr
-        if done.returncode != 0:
+        """What the program says; ``peak`` is then the most bytes that it had resident, its mapped weights included."""
+        # A file takes both streams without a thread, so that the process can be waited for along with its usage.
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            output.seek(0)
+            said = output.read().decode(errors="replace")
+        self.peak = usage.ru_maxrss * 1024
+        if process.returncode != 0:
             last = next((line for line in reversed(said.splitlines()) if line.strip()), "nothing")
-            raise RuntimeError(f"{Path(command[0]).name} ended with status {done.returncode}: {last}")
+            raise RuntimeError(f"{Path(command[0]).name} ended with status {process.returncode}: {last}")
         return said
 
 

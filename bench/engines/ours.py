@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import kvloom
+from bench.budget import cache_budget, group_size
 from bench.cells import Cell, make_prompts
 from bench.protocol import serve
-from kvloom.core.config import engine_config
+from bench.usage import Usage
+from kvloom.core.config import EngineConfig, engine_config
 from kvloom.core.messages import EngineRequest
 from kvloom.core.request import SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.models.loader import LoadedModel, load_model
 
 
 class Ours:
@@ -23,10 +28,17 @@ class Ours:
             "model": options["model"],
             "max_model_len": options["max_model_len"],
             "max_sequences": options["max_sequences"],
-            "kv_cache_memory": str(options["cache_bytes"]),
             "num_threads": options["threads"],
         }
-        self.engine = Engine(engine_config(("--set", options["settings"]), ("the benchmark", settings)))
+        loads: list[tuple[int, int]] | None = options.get("loads")
+        if loads is None:  # as the server beside it is told
+            settings["kv_cache_memory"] = str(options["cache_bytes"])
+        config = engine_config(("--set", options["settings"]), ("the benchmark", settings))
+        if loads is None or config.kv_cache_memory != "auto":
+            self.engine = Engine(config)
+        else:
+            self.engine = build_fitted(config, loads)
+        self.usage = Usage(self.engine)
         self.steps: int = options["steps"]
         self.answer_tokens: int = options["answer_tokens"]
         self._names = itertools.count()
@@ -42,18 +54,15 @@ class Ours:
         self.cell = cell
         self.prompts = self._prompts(0)
         if cell.phase == "decode":
-            # The prompts stay in the prefix cache, so that a round begins with computing their last block only.
-            self._generate(self.prompts, 1)
+            self._cache_prompts()
         self.round(-1)
 
     def round(self, number: int) -> dict[str, Any]:
-        if self.cell.phase == "decode":
-            return self._decode()
-        prompts = self._prompts(number + 1)  # never seen before, so nothing of them is cached
-        wanted = 1 if self.cell.phase == "prefill" else self.answer_tokens
-        seconds = self._generate(prompts, wanted)
-        tokens = sum(map(len, prompts)) if self.cell.phase == "prefill" else wanted * len(prompts)
-        return {"seconds": seconds, "units": tokens}
+        decode = self.cell.phase == "decode"
+        prompts = self.prompts if decode else self._prompts(number + 1)  # never seen before, so none is cached
+        self.usage.begin()
+        result = self._decode(prompts) if decode else self._complete(prompts)
+        return {**result, "memory": self.usage.memory()}
 
     def release(self) -> None:
         self.engine.manager.drop_cached()
@@ -85,14 +94,36 @@ class Ours:
             self._step()
         return time.perf_counter() - start
 
-    def _decode(self) -> dict[str, Any]:
+    def _cache_prompts(self) -> None:
+        """Put the prompts into the prefix cache, so that a round begins with computing their last block only.
+
+        Encoded blocks leave raw copies there, for which the arena has no room: those before are looked up along with
+        each group of new ones, which keeps them in use more lately than the copies.
+        """
+        count = len(self.prompts)
+        size = count if self.engine.encoding is None else group_size(count)
+        for end in range(size, count + size, size):
+            self._generate(self.prompts[:end], 1)
+
+    def _complete(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Prompts and their answers (prefill: one token), from nothing cached."""
+        prefill = self.cell.phase == "prefill"
+        wanted = 1 if prefill else self.answer_tokens
+        self.usage.take_parts()
+        seconds = self._generate(prompts, wanted)
+        tokens = sum(map(len, prompts)) if prefill else wanted * len(prompts)
+        return {"seconds": seconds, "units": tokens, "parts_s": self.usage.take_parts()}
+
+    def _decode(self, prompts: list[list[int]]) -> dict[str, Any]:
         # Early ones decode a little while the last prompts' ends are computed; nobody may be through before the last.
-        slack = len(self.prompts)
-        names = self._add(self.prompts, min(self.steps + 1 + slack, self.engine.max_model_len - self.cell.context))
+        slack = len(prompts)
+        names = self._add(prompts, min(self.steps + 1 + slack, self.engine.max_model_len - self.cell.context))
         try:
             started: set[str] = set()
             while len(started) < len(names):
                 started.update(self._step())
+            self.usage.note_held()
+            self.usage.take_parts()
             times: list[float] = []
             for _ in range(self.steps):
                 start = time.perf_counter()
@@ -100,10 +131,35 @@ class Ours:
                 times.append(time.perf_counter() - start)
                 if tokens.total() != len(names):
                     raise RuntimeError(f"a step gave {tokens.total()} tokens to {len(names)} sequences")
+            parts = self.usage.take_parts()
         finally:
             for name in names:
                 self.engine.abort(name)
-        return {"seconds": sum(times), "units": len(times), "step_ms": [round(t * 1e3, 3) for t in times]}
+        return {
+            "seconds": sum(times),
+            "units": len(times),
+            "step_ms": [round(t * 1e3, 3) for t in times],
+            "parts_s": parts,
+        }
+
+
+def build_fitted(config: EngineConfig, loads: Sequence[tuple[int, int]]) -> Engine:
+    """An engine whose arena holds each of ``loads`` in the format that ``config`` keeps."""
+    loaded = load_model(config)
+    while True:
+        dtype = dtype_of(loaded)
+        budget = cache_budget(config, loaded.layout, dtype, loads)
+        engine = Engine(replace(config, kv_cache_memory=str(budget)), loaded)
+        if engine.info.dtype == dtype:
+            return engine
+        # It found no native step and went on in a wider dtype, which needs a larger arena.
+        loaded = engine.loaded
+        del engine
+        gc.collect()
+
+
+def dtype_of(loaded: LoadedModel) -> str:
+    return str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from bench.cells import Cell
-from bench.engines.llama import context_size, link_libraries, parse_result
+from bench.engines.llama import Llama, context_size, link_libraries, parse_result
 
 SAID = """\
 llama_context: n_ctx = 4608
@@ -32,6 +34,16 @@ def test_no_result_is_an_error() -> None:
 def test_every_sequence_fits_its_part_of_the_cache() -> None:
     assert context_size(Cell(phase="decode", sequences=8, context=512), 64) == 8 * 768
     assert context_size(Cell(phase="decode", sequences=32, context=1024, shared=960), 64) == 1024 + 32 * 64
+
+
+def test_a_program_is_heard_and_its_memory_seen() -> None:
+    llama = Llama()
+    llama.environment = dict(os.environ)
+    take = "import sys; b = b'1' * (64 << 20); print('out'); print('err', file=sys.stderr)"
+    assert sorted(llama._run([sys.executable, "-c", take]).split()) == ["err", "out"]
+    assert llama.peak > 64 << 20
+    with pytest.raises(RuntimeError, match="ended with status 3: the reason"):
+        llama._run([sys.executable, "-c", "import sys; print('the reason'); sys.exit(3)"])
 
 
 def test_missing_links_are_made(tmp_path: Path) -> None:

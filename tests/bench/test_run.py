@@ -31,9 +31,41 @@ def test_engines_are_told_no_more_than_the_model_holds() -> None:
     assert options["max_model_len"] == 8192
     assert options["max_sequences"] == 64
     assert options["cache_bytes"] >= 8 * 8192 * 100 * 4
+    assert options["loads"] is None  # with served cells among them
 
 
-@pytest.mark.parametrize("argv", [["--cells", "8by5"], ["--engines", "ours,gpt"], ["--set", "dtype"]])
+def test_engines_are_told_every_cell_that_they_are_to_hold() -> None:
+    arguments = parse(["--steps", "64", "--cells", "codecs"])
+    cells = [cell.within(8192, new_tokens(arguments, cell)) for cell in arguments.cells]
+    options = load_options(arguments, SUBJECT, cells)
+    assert options["loads"] == [(8, 4096 + 64 + 1 + 8), (1, 8192), (8, 4096 + 1)]
+
+
+def test_one_word_asks_for_the_table_of_codecs() -> None:
+    plain = parse(["--engines", "codecs"]).engines
+    assert plain[:2] == ["ours", "ours@fp8"] and "ours@kivi2" in plain
+    assert not any(name.startswith("llama") for name in plain)
+    assert parse(["--engines", "codecs", "--llama-bin", "somewhere"]).engines == [
+        *plain, "llama", "llama@q8_0", "llama@q4_0",
+    ]  # fmt: skip
+
+
+def test_the_default_formats_are_those_of_the_plain_names() -> None:
+    argv = ["--set", "codec=int8", "--llama-cache-type", "q8_0", "--engines", "ours,ours@raw,ours@int8,llama@q8_0"]
+    assert parse(argv).engines == ["ours", "ours@raw", "llama"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--cells", "8by5"],
+        ["--engines", "ours,gpt"],
+        ["--engines", "ours@int7"],
+        ["--engines", "ours", "--set", "codec=int7"],
+        ["--engines", "llama@q3_0"],
+        ["--set", "dtype"],
+    ],
+)
 def test_bad_arguments_are_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:
         parse(argv)
@@ -59,9 +91,9 @@ def test_a_run_names_the_peers_that_are_missing() -> None:
         "--quick",
         "--json",
         "--cells",
-        "1x16",
+        "1x60",
         "--engines",
-        "ours,vllm,llama",
+        "ours,ours@int8,vllm,llama@q8_0",
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent.parent)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -70,5 +102,8 @@ def test_a_run_names_the_peers_that_are_missing() -> None:
     assert cell["engines"]["ours"]["n"] == 1
     assert cell["engines"]["ours"]["reached"] > 0
     assert "--vllm-python" in cell["engines"]["vllm"]["not_run"]
-    assert "--llama-bin" in cell["engines"]["llama"]["not_run"]
-    assert document["engines"]["ours"]["engine"]["actual_bytes_per_token"] > 0
+    assert "--llama-bin" in cell["engines"]["llama@q8_0"]["not_run"]
+    plain, coded = (document["engines"][name]["engine"] for name in ("ours", "ours@int8"))
+    assert plain["actual_bytes_per_token"] > coded["actual_bytes_per_token"] > 0
+    assert (plain["codec"], coded["codec"]) == ("raw", "int8")
+    assert cell["engines"]["ours@int8"]["memory"]["used_peak_bytes"] > 0
