@@ -35,6 +35,7 @@ def load_options(arguments: argparse.Namespace, subject: Subject, cells: Sequenc
         "processors": sorted(os.sched_getaffinity(0))[: arguments.threads],
         "settings": dict(arguments.settings),
         "vllm_dtype": arguments.vllm_dtype,
+        "zero_prompts": arguments.zero_prompts,
     }
 
 

@@ -71,6 +71,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--llama-bin", type=Path, help="directory of llama-batched-bench")
     parser.add_argument("--llama-gguf", type=Path, help="the model in F16, where --model is no GGUF file")
     parser.add_argument("--llama-cache-type", choices=CACHE_TYPES, default="f16")
+    parser.add_argument("--zero-prompts", action="store_true",
+                        help="our engines read zeros for decode cells' prompts instead of computing them")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one round of few steps of small cells: does it run?")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.svg and OUT.png too")
@@ -142,6 +144,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
             "steps": arguments.steps,
             "rounds": arguments.rounds,
             "answer_tokens": arguments.answer_tokens,
+            "zero_prompts": arguments.zero_prompts,
             "ours": dict(arguments.settings),
         },
         "engines": engines.info,
