@@ -46,7 +46,7 @@ class Ours:
         self.usage = Usage(self.engine)
         self.steps: int = options["steps"]
         self.answer_tokens: int = options["answer_tokens"]
-        self.computes_prompts: bool = not options["zero_prompts"]
+        self.computes_prompts: bool = not options.get("zero_prompts")
         self._names = itertools.count()
         info = self.engine.info
         return {

@@ -93,6 +93,14 @@ RecentTokens = Annotated[
 ProtectLayers = Annotated[
     str | None, _option("--protect-layers", help="layers that stay raw, such as 0,29 (none)", panel=CACHE_PANEL)
 ]
+CodecGuard = Annotated[
+    str | None,
+    _option(
+        "--codec-guard",
+        help="layers whose keys the codec would ruin: protect, refuse or off (protect)",
+        panel=CACHE_PANEL,
+    ),
+]
 Calibration = Annotated[
     str | None,
     _option("--calibration", help="file of kvloom calibrate (the model's own in --cache-dir)", panel=CACHE_PANEL),
@@ -190,6 +198,7 @@ def serve(
     sink_tokens: SinkTokens = None,
     recent_tokens: RecentTokens = None,
     protect_layers: ProtectLayers = None,
+    codec_guard: CodecGuard = None,
     calibration: Calibration = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -228,6 +237,7 @@ def serve(
         "sink_tokens": sink_tokens,
         "recent_tokens": recent_tokens,
         "protect_layers": protect_layers,
+        "codec_guard": codec_guard,
         "calibration": calibration,
         "device": device,
         "dtype": dtype,
@@ -293,6 +303,7 @@ def generate(
     sink_tokens: SinkTokens = None,
     recent_tokens: RecentTokens = None,
     protect_layers: ProtectLayers = None,
+    codec_guard: CodecGuard = None,
     calibration: Calibration = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -318,6 +329,7 @@ def generate(
         "sink_tokens": sink_tokens,
         "recent_tokens": recent_tokens,
         "protect_layers": protect_layers,
+        "codec_guard": codec_guard,
         "calibration": calibration,
         "device": device,
         "dtype": dtype,

@@ -19,6 +19,7 @@ from kvloom.core.sizes import check_block_size, parse_bytes
 
 KernelChoice = Literal["auto", "reference", "cpu"]
 KERNEL_CHOICES: tuple[str, ...] = ("auto", "reference", "cpu")
+GUARD_CHOICES: tuple[str, ...] = ("protect", "refuse", "off")
 STEP_CHOICES: tuple[str, ...] = ("auto", "native", "transformers")
 DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32")
 
@@ -31,6 +32,8 @@ class PipelineConfig:
     ``sink_tokens`` first and ``recent_tokens`` last tokens of a sequence stay raw, in whole blocks;
     None takes the codec's own. ``protect_layers`` names layers that stay raw (``0,29``).
     ``calibration`` is the file of codecs that need one; None looks in the cache directory.
+    ``codec_guard`` is what happens to layers whose keys the codec would ruin: they stay raw (``protect``),
+    the load is refused (``refuse``), or they are encoded unseen (``off``).
     """
 
     name: str = "accuracy"
@@ -40,6 +43,7 @@ class PipelineConfig:
     recent_tokens: int | None = None
     protect_layers: str = ""
     calibration: str | None = None
+    codec_guard: str = "protect"
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -51,6 +55,8 @@ class PipelineConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} is {value}; it must be 0 or more")
+        if self.codec_guard not in GUARD_CHOICES:
+            raise ConfigError(f"codec_guard is {self.codec_guard!r}; it must be one of {', '.join(GUARD_CHOICES)}")
         _ = self.protected_layers
 
     @property
@@ -268,6 +274,8 @@ def _flat_pipeline(given: Mapping[str, Any], source: str) -> dict[str, Any]:
             flat.setdefault(PROTECT[key], value)
     if isinstance(flat.get("codec"), Mapping):
         flat["codec"] = ",".join(f"{plane}={name}" for plane, name in flat["codec"].items())
+    if flat.get("codec_guard") is False:
+        flat["codec_guard"] = "off"  # which YAML reads as a boolean
     if isinstance(flat.get("protect_layers"), list | tuple):
         flat["protect_layers"] = ",".join(str(layer) for layer in flat["protect_layers"])
     return flat

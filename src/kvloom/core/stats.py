@@ -94,6 +94,7 @@ class EngineInfo:
     sink_tokens: int = 0  # first and last tokens that stay raw, in whole blocks
     recent_tokens: int = 0
     protect_layers: tuple[int, ...] = ()
+    guarded_layers: tuple[int, ...] = ()  # those of protect_layers that the codec guard added
     bits_per_value: float = 16.0  # of what is encoded, side data included; of raw values where nothing is
     deterministic: bool = False
     rounding_noise: float = 0.0

@@ -33,6 +33,7 @@ from kvloom.core.sizes import MemoryPlan, plan_memory
 from kvloom.core.stats import EngineInfo, EngineSnapshot
 from kvloom.core.storage import Encoding, split_layers
 from kvloom.engine.draw import sequence_seed
+from kvloom.engine.guard import Probe, guard_encoding
 from kvloom.engine.logprobs import prompt_logprobs
 from kvloom.engine.noise import SAFETY, measure_noise
 from kvloom.engine.pipeline import bits_per_value, describe, resolve_encoding, unread_natively
@@ -89,10 +90,7 @@ class Engine:
         self.config = config
         self.loaded = load_model(config) if loaded is None else loaded
         self.encoding = resolve_encoding(config.pipeline, self.loaded.layout, self._dtype())
-        if self.encoding is not None and self.encoding.layers:
-            self.loaded = replace(self.loaded, layout=split_layers(self.loaded.layout, self.encoding.layers))
-        model = self.loaded
-        self.device: torch.device = next(model.model.parameters()).device
+        self.device: torch.device = next(self.loaded.model.parameters()).device
         self.max_model_len = self._resolve_max_model_len()
         backend = choose_backend(
             config.kernels,
@@ -102,6 +100,9 @@ class Engine:
         )
         self._backend = backend
         make_coder = self.make_coder(self.encoding)
+        self.encoding, self.guarded_layers = self._guard(make_coder)
+        if self.encoding is not None and self.encoding.layers:
+            self.loaded = replace(self.loaded, layout=split_layers(self.loaded.layout, self.encoding.layers))
         self.step_name, self._native_difference = self._choose_step(backend, make_coder)
         model = self.loaded
         self.plan = self._plan_memory()
@@ -141,7 +142,7 @@ class Engine:
         # A native step rounds alike in every batch, but not as transformers does.
         self.rounding_noise = noise if config.deterministic else max(noise, SAFETY * self._native_difference)
         self.info = self._make_info()
-        self._approximations = describe(self.encoding, self.plan.block_size)
+        self._approximations = describe(self.encoding, self.plan.block_size, self.guarded_layers)
         self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
         self._records: dict[str, _Record] = {}
@@ -172,6 +173,20 @@ class Engine:
             head_dim = loaded.layout.groups[0].planes[0].dim
             rope = rope_table(loaded.model, self.max_model_len + config.pipeline.block_size, head_dim)
         return coder_maker(self._backend, calibration, rope)
+
+    def _guard(self, make_coder: MakeCoder) -> tuple[Encoding | None, tuple[int, ...]]:
+        """The encoding with the layers raw whose keys it would ruin, and which those are.
+
+        Only transformers' code can be looked into: a native model that is shared was guarded by whoever loaded it.
+
+        Raises:
+            ConfigError: the codec is not for this model.
+        """
+        pipeline = self.config.pipeline
+        if self.encoding is None or pipeline.codec_guard == "off" or isinstance(self.loaded.model, NativeModel):
+            return self.encoding, ()
+        probe = Probe(loaded=self.loaded, block_size=pipeline.block_size, max_tokens=self.max_model_len)
+        return guard_encoding(self.encoding, pipeline.codec_guard, probe, make_coder)
 
     def _choose_step(self, backend: KernelBackend, make_coder: MakeCoder) -> tuple[str, float]:
         """Put a native step in the model's place where there is one; its name, and its distance from transformers.
@@ -289,6 +304,7 @@ class Engine:
             sink_tokens=max(item.sinks * item.block_size for item in plan.storage),
             recent_tokens=max((item.recents or 0) * item.block_size for item in plan.storage),
             protect_layers=() if self.encoding is None else self.encoding.layers,
+            guarded_layers=self.guarded_layers,
             bits_per_value=bits_per_value(plan),
             deterministic=self.config.deterministic,
             rounding_noise=self.rounding_noise,

@@ -78,14 +78,15 @@ def unread_natively(
     return None
 
 
-def describe(encoding: Encoding | None, block_size: int) -> tuple[str, ...]:
-    """What of the cache is inexact, in words."""
+def describe(encoding: Encoding | None, block_size: int, guarded: tuple[int, ...] = ()) -> tuple[str, ...]:
+    """What of the cache is inexact, in words; ``guarded`` are the layers that the codec guard keeps raw."""
     if encoding is None:
         return ()
     sinks = encoding.sink_blocks(block_size) * block_size
     recents = encoding.recent_blocks(block_size) * block_size
     kept = [f"first {sinks} tokens"] * bool(sinks) + [f"last {recents} tokens and the open block"]
-    kept += [f"layers {', '.join(map(str, encoding.layers))}"] * bool(encoding.layers)
+    by_guard = f" ({', '.join(map(str, guarded))} by the codec guard)" if guarded else ""
+    kept += [f"layers {', '.join(map(str, encoding.layers))}{by_guard}"] * bool(encoding.layers)
     return (f"codec {encoding.name}; raw: {'; '.join(kept)}",)
 
 

@@ -58,7 +58,7 @@ def quality(
             "--window", help="tokens x windows of each text; repeat for several (1024x4, 4096x1)", show_default=False
         ),
     ] = None,
-    needles: Annotated[int, typer.Option("--needles", min=0, max=8, help="in one more window per text and length")] = 4,
+    needles: Annotated[int, typer.Option("--needles", min=0, max=8, help="in one more window of the shortest length per text")] = 4,
     block_size: Annotated[int, typer.Option("--block-size", help="tokens per block")] = 32,
     cache_dir: Annotated[str | None, typer.Option("--cache-dir", show_default=False)] = None,
     output: Annotated[
@@ -132,7 +132,7 @@ def _run(
         runs.insert(1, (min(shape), 1, others))
     started = time.monotonic()
     for length, count, settings in runs:
-        windows, haystacks = _windows(loaded, contents, length, count, needles)
+        windows, haystacks = _windows(loaded, contents, length, count, needles if length == min(shape) else 0)
         losses = tables.setdefault((length, count), [])
         for loss in measure(config, settings, windows, loaded, haystacks):
             losses.append(loss)
@@ -198,7 +198,7 @@ def _row(loss: Loss) -> str:
         f"{loss.kl_p99:.4f}",
         f"{100 * loss.top1:.2f} %",
         f"{100 * loss.perplexity_change:+.2f} %",
-        f"{loss.needles_found} of {loss.exact_needles_found}",
+        f"{loss.needles_found} of {loss.exact_needles_found}" if loss.needles else "",
     )
     return f"| {' | '.join(cells)} |"
 

@@ -103,6 +103,7 @@ def _with(config: EngineConfig, setting: Setting) -> EngineConfig:
         sink_tokens=setting.sink_tokens,
         recent_tokens=setting.recent_tokens,
         prefix_cache=False,
+        codec_guard="off",  # what is measured is the codec in every layer
     )
     return replace(config, pipeline=pipeline)
 

@@ -52,6 +52,7 @@ def document(info: EngineInfo, url: str, models: tuple[str, ...], curl: str) -> 
             "sink_tokens": info.sink_tokens,
             "recent_tokens": info.recent_tokens,
             "layers": list(info.protect_layers),
+            "guarded_layers": list(info.guarded_layers),
         },
         "bits_per_value": info.bits_per_value,
         "block_size": info.block_size,
@@ -100,6 +101,7 @@ def _codec_text(info: EngineInfo) -> str:
     if info.codec == "raw":
         return f"raw, {info.bits_per_value:g} bits a value"
     layers = f", layers {', '.join(map(str, info.protect_layers))}" if info.protect_layers else ""
+    layers += f" ({', '.join(map(str, info.guarded_layers))} by the codec guard)" if info.guarded_layers else ""
     return (
         f"{info.codec}, {info.bits_per_value:.3g} bits a value with side data; raw: first {info.sink_tokens}, last "
         f"{info.recent_tokens} tokens and the open block{layers}"
