@@ -90,10 +90,10 @@ void bind_step(nb::module_& m) {
         .def_rw("softcap", &StepLayer::softcap);
     nb::class_<Encoding>(m, "Encoding", "How the layers of a group read encoded blocks; matrices by address.")
         .def("__init__", [](Encoding* self, int storage, int sinks, int recents, uintptr_t query_turn,
-                            uintptr_t output_turn, uintptr_t means, const BlockEncoder* encoder) {
+                            bool turns_by_head, uintptr_t output_turn, uintptr_t means, const BlockEncoder* encoder) {
             new (self) Encoding{storage, sinks, recents, address<const float>(query_turn),
-                                address<const float>(output_turn), address<const float>(means), encoder};
-        }, nb::arg("storage"), nb::arg("sinks"), nb::arg("recents"), nb::arg("query_turn"), nb::arg("output_turn"),
+                                turns_by_head, address<const float>(output_turn), address<const float>(means), encoder};
+        }, nb::arg("storage"), nb::arg("sinks"), nb::arg("recents"), nb::arg("query_turn"), nb::arg("turns_by_head"), nb::arg("output_turn"),
            nb::arg("means"), nb::arg("encoder").none());
     nb::class_<EncodeTask>(m, "EncodeTask", "Arena offsets of spans to encode and of their encoded ones, by address.")
         .def("__init__", [](EncodeTask* self, uintptr_t from, uintptr_t to, int count) {

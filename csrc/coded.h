@@ -18,14 +18,14 @@ namespace kvloom::KVLOOM_ISA {
 // Calls f(levels, row, column) with every vector of level pairs of `rows` rows of `units` pairs, which lie in
 // planes as above; columns in bytes, rows in ascending order for each column. `next` is fetched meanwhile.
 template <int BITS, class F>
-[[gnu::always_inline]] inline void each_levels(const unsigned char* block, const CodedPlane& plane, int rows, int units, int from, int to,
+[[gnu::always_inline]] inline void each_levels(const unsigned char* block, const CodedPart& part, int rows, int units, int from, int to,
                  const unsigned char* next, F&& f) {
     using B = typename Vec::Bytes;
     const int row_bytes = 2 * units;
-    const B levels = Vec::table(plane.levels);
+    const B levels = Vec::table(part.levels);
     for (int at = from; at < to; at += Vec::kBytes) {
-        const unsigned char* low = block + plane.codes[0] + at;
-        const unsigned char* ahead = next != nullptr ? next + plane.codes[0] + at : nullptr;
+        const unsigned char* low = block + part.codes[0] + at;
+        const unsigned char* ahead = next != nullptr ? next + part.codes[0] + at : nullptr;
         const auto fetch = [&](const unsigned char* p) __attribute__((always_inline)) {
             if (ahead != nullptr) __builtin_prefetch(p);
         };
@@ -51,13 +51,26 @@ template <int BITS, class F>
                 f(level(Vec::template bits<4, 3>(codes)), row + 2, at);
                 f(level(Vec::template bits<6, 3>(codes)), row + 3, at);
             }
+        } else if constexpr (BITS == 1) {
+            for (int row = 0; row < rows; row += 8, low += row_bytes) {
+                fetch(ahead + row / 8 * row_bytes);
+                const B codes = Vec::load_bytes(low);
+                f(level(Vec::template bits<0, 1>(codes)), row, at);
+                f(level(Vec::template bits<1, 1>(codes)), row + 1, at);
+                f(level(Vec::template bits<2, 1>(codes)), row + 2, at);
+                f(level(Vec::template bits<3, 1>(codes)), row + 3, at);
+                f(level(Vec::template bits<4, 1>(codes)), row + 4, at);
+                f(level(Vec::template bits<5, 1>(codes)), row + 5, at);
+                f(level(Vec::template bits<6, 1>(codes)), row + 6, at);
+                f(level(Vec::template bits<7, 1>(codes)), row + 7, at);
+            }
         } else {
-            const unsigned char* high = block + plane.codes[1] + at;
+            const unsigned char* high = block + part.codes[1] + at;
             const auto both = [&](B two, B top) { return level(Vec::either(two, top)); };
             for (int row = 0; row < rows; row += 8, low += 2 * row_bytes, high += row_bytes) {
                 fetch(ahead + row / 4 * row_bytes);
                 fetch(ahead + (row / 4 + 1) * row_bytes);
-                fetch(ahead + plane.codes[1] - plane.codes[0] + row / 8 * row_bytes);
+                fetch(ahead + part.codes[1] - part.codes[0] + row / 8 * row_bytes);
                 const B first = Vec::load_bytes(low), second = Vec::load_bytes(low + row_bytes);
                 const B top = Vec::load_bytes(high);
                 f(both(Vec::template bits<0, 3>(first), Vec::template bits_up<2, 4>(top)), row, at);
@@ -75,22 +88,23 @@ template <int BITS, class F>
 
 // All levels as int16 pairs, [rows][units][2].
 template <int BITS>
-void decode_levels(const unsigned char* block, const CodedPlane& plane, int rows, int units, const unsigned char* next,
+void decode_levels(const unsigned char* block, const CodedPart& part, int rows, int units, const unsigned char* next,
                    int16_t* out) {
-    each_levels<BITS>(block, plane, rows, units, 0, 2 * units, next, [&](typename Vec::Bytes x, int row, int at) __attribute__((always_inline)) {
+    each_levels<BITS>(block, part, rows, units, 0, 2 * units, next, [&](typename Vec::Bytes x, int row, int at) __attribute__((always_inline)) {
         int16_t* to = out + static_cast<ptrdiff_t>(row) * 2 * units + at;
         Vec::store_ints(to, Vec::widen_low(x));
         Vec::store_ints(to + Vec::kBytes / 2, Vec::widen_high(x));
     });
 }
 
-static void decode(const unsigned char* block, const CodedPlane& plane, int rows, int units, const unsigned char* next,
+static void decode(const unsigned char* block, const CodedPart& part, int rows, int units, const unsigned char* next,
                    int16_t* out) {
-    switch (plane.bits) {
-        case 8: return decode_levels<8>(block, plane, rows, units, next, out);
-        case 4: return decode_levels<4>(block, plane, rows, units, next, out);
-        case 3: return decode_levels<3>(block, plane, rows, units, next, out);
-        default: return decode_levels<2>(block, plane, rows, units, next, out);
+    switch (part.bits) {
+        case 8: return decode_levels<8>(block, part, rows, units, next, out);
+        case 4: return decode_levels<4>(block, part, rows, units, next, out);
+        case 3: return decode_levels<3>(block, part, rows, units, next, out);
+        case 1: return decode_levels<1>(block, part, rows, units, next, out);
+        default: return decode_levels<2>(block, part, rows, units, next, out);
     }
 }
 
@@ -168,7 +182,7 @@ static void levels_product(int rows, int columns, const Levels& o) {
 
 // The same product for few rows straight from the codes: columns [from, to) in bytes of all `steps` rows of levels.
 template <int BITS, int ROWS>
-void direct_tile(const unsigned char* block, const CodedPlane& plane, int steps, int units, int from, int to,
+void direct_tile(const unsigned char* block, const CodedPart& part, int steps, int units, int from, int to,
                  const unsigned char* next, const Levels& o) {
     using I = typename Vec::I;
     for (int at = from; at < to; at += Vec::kBytes) {
@@ -179,7 +193,7 @@ void direct_tile(const unsigned char* block, const CodedPlane& plane, int steps,
             acc[r][0] = o.accumulate ? Vec::load_ints(c + r * o.c_stride) : Vec::zero_ints();
             acc[r][1] = o.accumulate ? Vec::load_ints(c + r * o.c_stride + Vec::W) : Vec::zero_ints();
         }
-        each_levels<BITS>(block, plane, steps, units, at, at + Vec::kBytes, next, [&](typename Vec::Bytes x, int step, int) __attribute__((always_inline)) {
+        each_levels<BITS>(block, part, steps, units, at, at + Vec::kBytes, next, [&](typename Vec::Bytes x, int step, int) __attribute__((always_inline)) {
             const I low = Vec::widen_low(x), high = Vec::widen_high(x);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
@@ -200,23 +214,24 @@ void direct_tile(const unsigned char* block, const CodedPlane& plane, int steps,
 static constexpr int kDirectRows = 4;
 
 template <int BITS>
-void direct_rows(int rows, const unsigned char* block, const CodedPlane& plane, int steps, int units, int from, int to,
+void direct_rows(int rows, const unsigned char* block, const CodedPart& part, int steps, int units, int from, int to,
                  const unsigned char* next, const Levels& o) {
     switch (rows) {
-        case 1: return direct_tile<BITS, 1>(block, plane, steps, units, from, to, next, o);
-        case 2: return direct_tile<BITS, 2>(block, plane, steps, units, from, to, next, o);
-        case 3: return direct_tile<BITS, 3>(block, plane, steps, units, from, to, next, o);
-        default: return direct_tile<BITS, 4>(block, plane, steps, units, from, to, next, o);
+        case 1: return direct_tile<BITS, 1>(block, part, steps, units, from, to, next, o);
+        case 2: return direct_tile<BITS, 2>(block, part, steps, units, from, to, next, o);
+        case 3: return direct_tile<BITS, 3>(block, part, steps, units, from, to, next, o);
+        default: return direct_tile<BITS, 4>(block, part, steps, units, from, to, next, o);
     }
 }
 
-static void direct_product(int rows, const unsigned char* block, const CodedPlane& plane, int steps, int units, int from,
+static void direct_product(int rows, const unsigned char* block, const CodedPart& part, int steps, int units, int from,
                            int to, const unsigned char* next, const Levels& o) {
-    switch (plane.bits) {
-        case 8: return direct_rows<8>(rows, block, plane, steps, units, from, to, next, o);
-        case 4: return direct_rows<4>(rows, block, plane, steps, units, from, to, next, o);
-        case 3: return direct_rows<3>(rows, block, plane, steps, units, from, to, next, o);
-        default: return direct_rows<2>(rows, block, plane, steps, units, from, to, next, o);
+    switch (part.bits) {
+        case 8: return direct_rows<8>(rows, block, part, steps, units, from, to, next, o);
+        case 4: return direct_rows<4>(rows, block, part, steps, units, from, to, next, o);
+        case 3: return direct_rows<3>(rows, block, part, steps, units, from, to, next, o);
+        case 1: return direct_rows<1>(rows, block, part, steps, units, from, to, next, o);
+        default: return direct_rows<2>(rows, block, part, steps, units, from, to, next, o);
     }
 }
 
@@ -287,9 +302,11 @@ static void by_group(const unsigned char* from, int tokens, int groups, uint16_t
     }
 }
 
-// The block to fetch while one is read: the one after the next. A block of codes takes about as long as memory
-// takes to answer. Lists of blocks end with two nulls.
-static const unsigned char* ahead(const unsigned char* const* block) { return block[1] != nullptr ? block[2] : nullptr; }
+// The block to fetch while one is read: the next one or, where a block is read in about the time that memory takes
+// to answer, the one after it. Lists of blocks end with two nulls.
+static const unsigned char* ahead(const unsigned char* const* block, const CodedPlane& plane) {
+    return plane.bits == 8 || block[1] == nullptr ? block[1] : block[2];
+}
 
 // Scales and offsets; those of values are read block after block when the softmax is done.
 static void fetch_numbers(const unsigned char* block, const CodedPlane& plane, int size, int dim) {
@@ -341,11 +358,13 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
         const Segment& segment = args.segments[i];
         const unsigned char* const* block = segment.blocks;
         for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
-            const unsigned char* const next = ahead(block);
+            const unsigned char* const next = ahead(block, plane);
             fetch_numbers(*block, format.v_codes, size, format.v_dim);
             if (next != nullptr) fetch_numbers(next, plane, size, dim);
             const bool direct = segment.rows <= kDirectRows && groups == 1;
-            if (!direct) decode(*block, plane, dim / 2, size, next, s.levels);
+            for (int p = 0, first = 0; !direct && p < plane.num_parts; first += plane.parts[p++].channels) {
+                decode(*block, plane.parts[p], plane.parts[p].channels / 2, size, next, s.levels + static_cast<ptrdiff_t>(first) * size);
+            }
             token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
             float block_scale = 1.0f;
             if (by_channel) {  // the channels' scales go into the queries: both are int16 of their largest
@@ -378,7 +397,12 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
                 o.c_stride = size;
                 o.accumulate = false;
                 if (direct) {
-                    direct_product(segment.rows, *block, plane, dim / 2, size, 0, 2 * size, next, o);
+                    for (int p = 0; p < plane.num_parts; ++p) {
+                        const CodedPart& part = plane.parts[p];
+                        direct_product(segment.rows, *block, part, part.channels / 2, size, 0, 2 * size, next, o);
+                        o.a += part.channels;
+                        o.accumulate = true;
+                    }
                 } else {
                     levels_product(segment.rows, size, o);
                 }
@@ -456,9 +480,9 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
         __builtin_memset(by_channel ? static_cast<void*>(args.out + r * args.out_stride) : s.sums + r * kChunk, 0, dim * 4);
     }
     each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
-        const unsigned char* const next = ahead(block);
+        const unsigned char* const next = ahead(block, plane);
         const bool direct = segment.rows <= kDirectRows && 2 * width % Vec::kBytes == 0;
-        if (!direct) decode(*block, plane, size / 2, dim, next, s.levels);
+        if (!direct) decode(*block, plane.parts[0], size / 2, dim, next, s.levels);
         for (int g = 0; g < groups; ++g) {
             Levels o;
             o.a = weights_of(g, segment.row) + start;
@@ -470,7 +494,7 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
             o.c_stride = kChunk;
             o.accumulate = !by_channel;
             if (direct) {
-                direct_product(segment.rows, *block, plane, size / 2, dim, 2 * g * width, 2 * (g + 1) * width, next, o);
+                direct_product(segment.rows, *block, plane.parts[0], size / 2, dim, 2 * g * width, 2 * (g + 1) * width, next, o);
             } else {
                 levels_product(segment.rows, width, o);
             }
@@ -592,14 +616,14 @@ static void small_float_scores(const ChunkArgs& args, const CodedScratch& s) {
         const Segment& segment = args.segments[i];
         const unsigned char* const* block = segment.blocks;
         for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
-            const unsigned char* const next = ahead(block);
+            const unsigned char* const next = ahead(block, plane);
             fetch_numbers(*block, format.v_codes, size, format.v_dim);
             if (next != nullptr) fetch_numbers(next, plane, size, dim);
             token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
             float* const scores = args.scores + static_cast<ptrdiff_t>(segment.row) * kLda + start;
             small_float_product(plane, segment.rows, size,
-                                {queries + static_cast<ptrdiff_t>(segment.row) * kLda, kLda, *block + plane.codes[0], size,
-                                 next != nullptr ? next + plane.codes[0] : nullptr, dim, scores, kLda, false});
+                                {queries + static_cast<ptrdiff_t>(segment.row) * kLda, kLda, *block + plane.parts[0].codes[0], size,
+                                 next != nullptr ? next + plane.parts[0].codes[0] : nullptr, dim, scores, kLda, false});
             for (int r = 0; r < segment.rows; ++r) {
                 float* row = scores + static_cast<ptrdiff_t>(r) * kLda;
                 for (int t = 0; t < size; t += W) {
@@ -623,7 +647,7 @@ static void small_float_outputs(const ChunkArgs& args, const CodedScratch& s, in
         const Segment& segment = args.segments[i];
         const unsigned char* const* block = segment.blocks;
         for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
-            const unsigned char* const next = ahead(block);
+            const unsigned char* const next = ahead(block, plane);
             token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
             float* const weights = args.scores + static_cast<ptrdiff_t>(segment.row) * kLda + start;
             for (int r = 0; r < segment.rows; ++r) {
@@ -635,8 +659,8 @@ static void small_float_outputs(const ChunkArgs& args, const CodedScratch& s, in
                 }
             }
             small_float_product(plane, segment.rows, dim,
-                                {weights, kLda, *block + plane.codes[0], dim,
-                                 next != nullptr ? next + plane.codes[0] : nullptr, size,
+                                {weights, kLda, *block + plane.parts[0].codes[0], dim,
+                                 next != nullptr ? next + plane.parts[0].codes[0] : nullptr, size,
                                  args.out + segment.row * args.out_stride, args.out_stride, true});
         }
     }

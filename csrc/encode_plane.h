@@ -31,6 +31,7 @@ struct Scratch {
     static constexpr int kStride = kMaxTokens + 16;
     alignas(64) float tile[kMaxDim * kStride];
     alignas(64) float spare[kMaxDim * kStride];
+    alignas(64) float level[kMaxDim * kStride];
     alignas(64) uint8_t codes[kMaxDim * kMaxTokens];    // [channel][token]
     alignas(64) uint8_t turned[kMaxDim * kMaxTokens];   // [token][channel]
     alignas(64) float a[kMaxTokens], b[kMaxTokens], c[kMaxTokens];
@@ -158,7 +159,7 @@ void rotate(const PlaneEncoder& encoder, const Tile& x) {
 // numbers.tree_sum over channels: f(channel, token) of each token's channels. Uses `spare`.
 template <class F>
 void sum_channels(const Tile& spare, F f, float* to) {
-    int n = spare.channels;
+    int n = spare.channels;  // those of the sum: the tile is scratch
     for (int d = 0; d < n; ++d) {
         float* row = spare[d];
         for (int t = 0; t < spare.tokens; ++t) row[t] = f(d, t);
@@ -318,14 +319,14 @@ void unit_codes(const Tile& x, const PlaneEncoder& encoder, const CodedPlane& pl
         uint8_t* codes = s.codes + d * x.tokens;
         int32_t found[kMaxTokens];
         for (int t = 0; t < x.tokens; ++t) {
-            const float z = row[t] / s.a[t] * root * encoder.stretch;
+            const float z = row[t] / s.a[t] * root * encoder.stretch[0];
             int code = 0;
 #pragma GCC unroll 16
             for (int e = 0; e < count; ++e) code += z > edges[e] ? 1 : 0;
             found[t] = code;
         }
         for (int t = 0; t < x.tokens; ++t) {
-            const int level = plane.levels[found[t]];
+            const int level = plane.parts[0].levels[found[t]];
             squares[t] += level * level;
             codes[t] = static_cast<uint8_t>(found[t]);
         }
@@ -345,6 +346,106 @@ void unit(const Tile& x, const PlaneEncoder& encoder, const CodedPlane& plane, u
         case 3: return unit_codes<3>(x, encoder, plane, s.b, to, s);
         default: return unit_codes<2>(x, encoder, plane, s.b, to, s);
     }
+}
+
+// turn.times: y = matrix x, summed over x's channels in ascending order.
+void times(const Tile& x, const float* matrix, const Tile& y) {
+    typedef float Lanes __attribute__((vector_size(32)));
+    constexpr int kLanes = 8, kVectors = 4;
+    const int dim = x.channels;
+    for (int from = 0; from < x.tokens; from += kLanes * kVectors) {
+        const int vectors = x.tokens - from < kLanes * kVectors ? (x.tokens - from) / kLanes : kVectors;
+        for (int i = 0; i < dim; ++i) {
+            const float* row = matrix + static_cast<ptrdiff_t>(i) * dim;
+            Lanes sums[kVectors];
+            for (int c = 0; c < dim; ++c) {
+#pragma GCC unroll 4
+                for (int v = 0; v < kVectors; ++v) {
+                    if (v >= vectors) break;
+                    Lanes lanes;
+                    __builtin_memcpy(&lanes, x[c] + from + v * kLanes, sizeof lanes);
+                    sums[v] = c == 0 ? lanes * row[c] : sums[v] + lanes * row[c];
+                }
+            }
+            for (int v = 0; v < vectors; ++v) __builtin_memcpy(y[i] + from + v * kLanes, &sums[v], sizeof(Lanes));
+        }
+    }
+}
+
+// The nearest levels of a row of a part's channel, and their codes.
+template <int COUNT>
+void nearest(const float* row, const float* divisor, int tokens, const float* edges, const int8_t* levels, uint8_t* codes,
+             float* found) {
+    float gaps[COUNT];
+    for (int e = 0; e < COUNT; ++e) gaps[e] = static_cast<float>(levels[e + 1] - levels[e]);
+    for (int t = 0; t < tokens; ++t) {
+        const float z = row[t] / divisor[t];
+        float level = levels[0];
+        int code = 0;
+#pragma GCC unroll 16
+        for (int e = 0; e < COUNT; ++e) {
+            level += z > edges[e] ? gaps[e] : 0.0f;
+            code += z > edges[e] ? 1 : 0;
+        }
+        found[t] = level;
+        codes[t] = static_cast<uint8_t>(code);
+    }
+}
+
+// segments.SegmentCodes.encode of transformed rows y. Uses x as scratch.
+void segments(const Tile& y, const Tile& x, const PlaneEncoder& encoder, const CodedPlane& plane, const float* weights,
+              unsigned char* to, Scratch& s) {
+    constexpr float tries[] = {0.75f, 0.85f, 0.95f, 1.05f, 1.18f, 1.32f};
+    const int size = y.tokens, dim = y.channels;
+    uint8_t* const codes = s.turned;  // of a try; the best are in s.codes
+    float unit[kMaxDim];
+    for (int p = 0, d = 0; p < plane.num_parts; ++p) {
+        for (const int end = d + plane.parts[p].channels; d < end; ++d) unit[d] = encoder.stretch[p];
+    }
+    sum_channels(Tile(s.spare, dim, size), [&](int d, int t) { return (y[d][t] / unit[d]) * (y[d][t] / unit[d]); }, s.b);
+    for (int t = 0; t < size; ++t) {
+        const float first = std::sqrt(s.b[t] / static_cast<float>(dim));
+        s.b[t] = first > 0.0f ? first : 1.0f;
+    }
+    alignas(64) float divisor[kMaxTokens], product[kMaxTokens], square[kMaxTokens], sum[kMaxTokens], best[kMaxTokens], scale[kMaxTokens];
+    for (int attempt = 0; attempt < 6; ++attempt) {
+        for (int t = 0; t < size; ++t) divisor[t] = s.b[t] * tries[attempt];
+        for (int p = 0, first = 0; p < plane.num_parts; first += plane.parts[p++].channels) {
+            const CodedPart& part = plane.parts[p];
+            const float* edges = encoder.edges + p * 15;
+            const Tile level(x[first], part.channels, size), spare(s.spare, part.channels, size);
+            for (int d = 0; d < part.channels; ++d) {
+                const float* row = y[first + d];
+                uint8_t* here = codes + (first + d) * size;
+                switch (part.bits) {
+                    case 4: nearest<15>(row, divisor, size, edges, part.levels, here, level[d]); break;
+                    case 1: nearest<1>(row, divisor, size, edges, part.levels, here, level[d]); break;
+                    case 3: nearest<7>(row, divisor, size, edges, part.levels, here, level[d]); break;
+                    default: nearest<3>(row, divisor, size, edges, part.levels, here, level[d]);
+                }
+            }
+            const float weight = weights[p];
+            const auto add = [&](float* total) {
+                for (int t = 0; t < size; ++t) total[t] = p == 0 ? weight * sum[t] : total[t] + weight * sum[t];
+            };
+            sum_channels(spare, [&](int d, int t) { return y[first + d][t] * level[d][t]; }, sum);
+            add(product);
+            sum_channels(spare, [&](int d, int t) { return level[d][t] * level[d][t]; }, sum);
+            add(square);
+        }
+        bool better[kMaxTokens];
+        for (int t = 0; t < size; ++t) {
+            const float found = product[t] * product[t] / square[t];
+            better[t] = attempt == 0 || found > best[t];
+            best[t] = better[t] ? found : best[t];
+            scale[t] = better[t] ? product[t] / square[t] : scale[t];
+        }
+        for (int d = 0; d < dim; ++d) {
+            uint8_t *kept = s.codes + d * size, *here = codes + d * size;
+            for (int t = 0; t < size; ++t) kept[t] = better[t] ? here[t] : kept[t];
+        }
+    }
+    for (int t = 0; t < size; ++t) halves_at(to, plane.token_scale)[t] = half_nearest(scale[t]);
 }
 
 // ggml.q8_0_quantize and q4_0_quantize, group by group.
@@ -406,9 +507,8 @@ float token_deviation(const float* x, int count, float* spare) {
 
 void kvarn(const Tile& x, const PlaneEncoder& encoder, const CodedPlane& plane, bool values, unsigned char* to, Scratch& s) {
     constexpr int sweeps = 4;
-    alignas(64) static thread_local float level_memory[kMaxDim * Scratch::kStride];
     const int dim = x.channels, size = x.tokens;
-    const Tile level(level_memory, dim, size), spare(s.spare, dim, size);
+    const Tile level(s.level, dim, size), spare(s.spare, dim, size);
     float *by_token = s.c, *by_channel = s.by_channel;
     rotate(encoder, x);
     for (int d = 0; d < dim; ++d) {
@@ -490,7 +590,7 @@ void pack_plane(const uint8_t* codes, int rows, int units, int shift, uint8_t* t
 
 void store(const CodedPlane& plane, bool values, int dim, int size, unsigned char* to, Scratch& s) {
     const uint8_t* codes = s.codes;
-    int rows = dim, units = size;
+    int units = size;
     if (values) {
         constexpr int kTile = 16;
         for (int from = 0; from < dim; from += kTile) {
@@ -500,18 +600,23 @@ void store(const CodedPlane& plane, bool values, int dim, int size, unsigned cha
             }
         }
         codes = s.turned;
-        rows = size;
         units = dim;
     }
     if (plane.exponent_bits != 0) {
-        __builtin_memcpy(to + plane.codes[0], codes, static_cast<size_t>(rows) * units);
+        __builtin_memcpy(to + plane.parts[0].codes[0], codes, static_cast<size_t>(dim) * size);
         return;
     }
-    switch (plane.bits) {
-        case 8: return pack_plane<8>(codes, rows, units, 0, to + plane.codes[0]);
-        case 4: return pack_plane<4>(codes, rows, units, 0, to + plane.codes[0]);
-        case 3: pack_plane<1>(codes, rows, units, 2, to + plane.codes[1]); [[fallthrough]];
-        default: return pack_plane<2>(codes, rows, units, 0, to + plane.codes[0]);
+    for (int p = 0; p < plane.num_parts; ++p) {
+        const CodedPart& part = plane.parts[p];
+        const int rows = values ? size : part.channels;
+        switch (part.bits) {
+            case 8: pack_plane<8>(codes, rows, units, 0, to + part.codes[0]); break;
+            case 4: pack_plane<4>(codes, rows, units, 0, to + part.codes[0]); break;
+            case 1: pack_plane<1>(codes, rows, units, 0, to + part.codes[0]); break;
+            case 3: pack_plane<1>(codes, rows, units, 2, to + part.codes[1]); [[fallthrough]];
+            default: pack_plane<2>(codes, rows, units, 0, to + part.codes[0]);
+        }
+        codes += static_cast<ptrdiff_t>(rows) * units;
     }
 }
 
@@ -551,6 +656,13 @@ int64_t encode_plane(const EncodeArgs& args) {
             }
             break;
         case EncodeMethod::unit: unit(x, encoder, plane, args.to, s); break;
+        case EncodeMethod::segments: {
+            const ptrdiff_t head = static_cast<ptrdiff_t>(args.place) * raw.num_heads + args.head;
+            const Tile y(s.level, dim, size);
+            times(x, encoder.transforms + head * dim * dim, y);
+            segments(y, x, encoder, plane, encoder.weights + head * plane.num_parts, args.to, s);
+            break;
+        }
         case EncodeMethod::q8_0:
         case EncodeMethod::q4_0:
             rotate(encoder, x);

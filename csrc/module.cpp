@@ -139,31 +139,42 @@ NB_MODULE(_cpu, m) {
                                    k_offset, v_offset, block_bytes, layer_bytes};
              })
         .def("set_codes",
-             [](Format& format, bool values, int bits, int exponent_bits, const std::vector<int>& levels, float center, const std::vector<int64_t>& codes,
-                int token_groups, int64_t token_scale, int64_t token_offset, int64_t channel_scale,
-                int64_t channel_offset) {
+             [](Format& format, bool values, int exponent_bits, float center, int token_groups, int64_t token_scale,
+                int64_t token_offset, int64_t channel_scale, int64_t channel_offset) {
                  CodedPlane& plane = values ? format.v_codes : format.k_codes;
-                 plane.bits = bits;
                  plane.exponent_bits = exponent_bits;
                  plane.center = center;
-                 for (size_t i = 0; i < levels.size() && i < 16; ++i) plane.levels[i] = static_cast<int8_t>(levels[i]);
-                 for (size_t i = 0; i < codes.size() && i < 2; ++i) plane.codes[i] = codes[i];
                  plane.token_groups = token_groups;
                  plane.token_scale = token_scale;
                  plane.token_offset = token_offset;
                  plane.channel_scale = channel_scale;
                  plane.channel_offset = channel_offset;
              },
-             "Says that a plane holds integer codes; offsets in bytes from the block's start, -1 for none.");
+             "What undoes a plane's codes; offsets in bytes from the block's start, -1 for none.")
+        .def("add_part",
+             [](Format& format, bool values, int bits, int channels, const std::vector<int>& levels,
+                const std::vector<int64_t>& codes) {
+                 CodedPlane& plane = values ? format.v_codes : format.k_codes;
+                 if (plane.num_parts == (values ? 1 : kMaxParts)) throw std::invalid_argument("too many parts");
+                 CodedPart& part = plane.parts[plane.num_parts++];
+                 part.bits = bits;
+                 part.channels = channels;
+                 for (size_t i = 0; i < levels.size() && i < 16; ++i) part.levels[i] = static_cast<int8_t>(levels[i]);
+                 for (size_t i = 0; i < codes.size() && i < 2; ++i) part.codes[i] = codes[i];
+                 plane.bits = plane.parts[0].bits;
+             },
+             "Codes of a plane's next channels; offsets in bytes from the block's start.");
     nb::class_<BlockEncoder>(m, "BlockEncoder", "How blocks of the first format become blocks of the second.")
         .def("__init__", [](BlockEncoder* self, const Format& raw, const Format& coded) {
             new (self) BlockEncoder{raw, coded, {}, {}};
         })
         .def("set_plane",
-             [](BlockEncoder& encoder, bool values, int method, bool rotated, uintptr_t signs, uintptr_t means, float stretch,
-                uintptr_t edges) {
+             [](BlockEncoder& encoder, bool values, int method, bool rotated, uintptr_t signs, uintptr_t means,
+                uintptr_t stretch, uintptr_t edges, uintptr_t transforms, uintptr_t weights) {
                  (values ? encoder.v : encoder.k) = {static_cast<EncodeMethod>(method), rotated, address<const float>(signs),
-                                                     address<const float>(means), stretch, address<const float>(edges)};
+                                                     address<const float>(means), address<const float>(stretch),
+                                                     address<const float>(edges), address<const float>(transforms),
+                                                     address<const float>(weights)};
              },
              "Method and numbers of a plane, by address; planes that are not set are copied.");
     nb::class_<Batch>(m, "Batch", "Arena, block table and query tokens of one call, by address.")

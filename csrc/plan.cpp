@@ -334,12 +334,20 @@ private:
     const int most_;      // rows of a tile
 };
 
+bool same(const CodedPart& a, const CodedPart& b) {
+    const auto all = [](const CodedPart& p) { return std::tie(p.bits, p.channels, p.codes[0], p.codes[1]); };
+    return all(a) == all(b) && std::equal(a.levels, a.levels + 16, b.levels);
+}
+
 bool same(const CodedPlane& a, const CodedPlane& b) {
     const auto all = [](const CodedPlane& p) {
-        return std::tie(p.bits, p.exponent_bits, p.center, p.codes[0], p.codes[1], p.token_groups, p.token_scale, p.token_offset, p.channel_scale,
-                        p.channel_offset);
+        return std::tie(p.bits, p.num_parts, p.exponent_bits, p.center, p.token_groups, p.token_scale, p.token_offset,
+                        p.channel_scale, p.channel_offset);
     };
-    return all(a) == all(b) && std::equal(a.levels, a.levels + 16, b.levels);
+    for (int i = 0; i < kMaxParts; ++i) {
+        if (!same(a.parts[i], b.parts[i])) return false;
+    }
+    return all(a) == all(b);
 }
 
 bool same(const Format& a, const Format& b) {

@@ -364,6 +364,7 @@ void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attent
     const Encoding& encoding = *encoding_of(input, layer.group);
     const Format &raw = *input.formats[layer.group], &coded = *input.formats[encoding.storage];
     const int tokens = input.tokens, heads = layer.query_heads, k_dim = raw.k_dim, v_dim = raw.v_dim;
+    const int group = heads / raw.num_heads;
     const size_t rows = static_cast<size_t>(tokens) * heads;
     float* const out = static_cast<float*>(attention.out);
     float* const lse = grow(lse_, 3 * rows);
@@ -382,8 +383,10 @@ void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attent
         float* const turned = grow(turned_, rows * k_dim);
         each(tokens, tokens > kSmallRows, [&](int t) {
             for (int head = 0; head < heads; ++head) {
-                kernels_.row_matrix(queries + static_cast<ptrdiff_t>(t) * layer.qkv.outputs + head * k_dim,
-                                    encoding.query_turn, k_dim, k_dim, turned + (static_cast<ptrdiff_t>(t) * heads + head) * k_dim);
+                const int64_t of_head = layer.place * raw.num_heads + head / group;
+                const float* turn = encoding.query_turn + (encoding.turns_by_head ? of_head * k_dim * k_dim : 0);
+                kernels_.row_matrix(queries + static_cast<ptrdiff_t>(t) * layer.qkv.outputs + head * k_dim, turn, k_dim, k_dim,
+                                    turned + (static_cast<ptrdiff_t>(t) * heads + head) * k_dim);
             }
         });
         encoded.q = turned;
@@ -401,7 +404,6 @@ void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attent
     }
     attend(kernels_, calls, encoding.sinks > 0 ? 3 : 2, parallel_);
 
-    const int group = heads / raw.num_heads;
     each(tokens, tokens > kSmallRows, [&](int t) {
         float back[kMaxDim];
         for (int head = 0; head < heads; ++head) {

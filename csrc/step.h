@@ -40,8 +40,10 @@ struct StepLayer {
 struct Encoding {
     int storage = -1;  // -1: nothing is encoded
     int sinks = 0, recents = 0;
-    // [dim][dim], or null: what queries are multiplied with before, outputs after.
+    // [dim][dim], or null: what queries are multiplied with before, outputs after. Of queries one for all heads, or
+    // one per place and KV head.
     const float* query_turn = nullptr;
+    bool turns_by_head = false;
     const float* output_turn = nullptr;
     // [places][KV heads][dim], taken off keys before they were encoded, or null.
     const float* means = nullptr;

@@ -35,15 +35,24 @@ constexpr int kMaxLatentDim = 512;
 constexpr int kMaxLatentRows = 128;
 constexpr int kLatentTokens = 32;
 
-// Integer codes of one plane and what undoes them (coded.h): value = level * scale + offset, of the token, of
-// its group of channels, or of the channel within the block. Offsets are in bytes from the block's start, -1
-// where there is none; scales and offsets are fp16.
-struct CodedPlane {
-    int bits = 0;           // 8, 4, 3 or 2; 0: a raw plane
-    int exponent_bits = 0;  // codes are floats of 8 bits with so many of exponent; 0: integers
+// Codes of consecutive channels, all of one width.
+struct CodedPart {
+    int bits = 0;  // 8, 4, 3, 2 or 1
+    int channels = 0;
     int8_t levels[16] = {};
+    int64_t codes[2] = {};  // places of the two lower bits or all, and of the third bit
+};
+constexpr int kMaxParts = 3;
+
+// Codes of one plane and what undoes them (coded.h): value = level * scale + offset, of the token, of its group of
+// channels, or of the channel within the block. Places are in bytes from the block's start, -1 where there is
+// nothing; scales and offsets are fp16.
+struct CodedPlane {
+    int bits = 0;           // of the first part; 0: a raw plane
+    int exponent_bits = 0;  // codes are floats of 8 bits with so many of exponent; 0: integers
+    CodedPart parts[kMaxParts];
+    int num_parts = 0;    // values have one
     float center = 0.0f;  // added to levels: value = (level + center) * scale + offset
-    int64_t codes[2] = {};  // of the two lower bits or all, and of the third bit
     int token_groups = 1;   // numbers per token, each for dim / token_groups channels
     int64_t token_scale = -1, token_offset = -1;      // [block_size][token_groups]
     int64_t channel_scale = -1, channel_offset = -1;  // [dim]
@@ -62,15 +71,17 @@ struct Format {
 };
 
 // How a plane's rows become codes (encode_plane.h, docs/codecs.md); the places are a CodedPlane's.
-enum class EncodeMethod : int { none = 0, absmax = 1, small_float = 2, affine = 3, unit = 4, q8_0 = 5, q4_0 = 6, kvarn = 7 };
+enum class EncodeMethod : int { none = 0, absmax = 1, small_float = 2, affine = 3, unit = 4, q8_0 = 5, q4_0 = 6, kvarn = 7, segments = 8 };
 
 struct PlaneEncoder {
     EncodeMethod method = EncodeMethod::none;  // none: the plane is raw and copied
     bool rotated = false;            // by a Hadamard transform, after the signs
     const float* signs = nullptr;    // [dim], or null for all +1
     const float* means = nullptr;    // [places][heads][dim], taken off rows first, or null
-    float stretch = 1.0f;            // unit: grid units per standard deviation,
-    const float* edges = nullptr;    // and where the next code begins, [2^bits - 1]
+    const float* stretch = nullptr;  // unit, segments: grid units per standard deviation, [parts],
+    const float* edges = nullptr;    // and where the next code begins, [parts][15]
+    const float* transforms = nullptr;  // segments: [places][heads][dim][dim], what rows are multiplied with,
+    const float* weights = nullptr;     // and what errors weigh, [places][heads][parts]
 };
 
 // One plane of one head's block, from its raw copy to its bytes. Blocks by address.

@@ -26,17 +26,17 @@ class Format:
     def set_codes(
         self,
         values: bool,
-        bits: int,
         exponent_bits: int,
-        levels: list[int],
         center: float,
-        codes: list[int],
         token_groups: int,
         token_scale: int,
         token_offset: int,
         channel_scale: int,
         channel_offset: int,
         /,
+    ) -> None: ...
+    def add_part(
+        self, values: bool, bits: int, channels: int, levels: list[int], codes: list[int], /
     ) -> None: ...
 
 class Batch:
@@ -64,8 +64,10 @@ class BlockEncoder:
         rotated: bool,
         signs: int,
         means: int,
-        stretch: float,
+        stretch: int,
         edges: int,
+        transforms: int,
+        weights: int,
         /,
     ) -> None: ...
 
@@ -169,6 +171,7 @@ class Encoding:
         sinks: int,
         recents: int,
         query_turn: int,
+        turns_by_head: bool,
         output_turn: int,
         means: int,
         encoder: BlockEncoder | None,

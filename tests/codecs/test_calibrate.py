@@ -24,6 +24,26 @@ def test_means_and_variances() -> None:
         made.get("raw_key_low", 0, (2, 16))
 
 
+def test_a_key_basis_follows_the_queries_that_weigh() -> None:
+    keys = gaussian(500, 1, 8, seed=6)
+    queries = torch.zeros(500, 2, 8)
+    queries[:250, :, 3] = 1.0
+    queries[250:, :, 5] = 1.0
+    weights = torch.ones(500, 2)
+    for silent, asked in ((slice(0, 250), 5), (slice(250, 500), 3)):
+        weights[silent] = 0.0
+        sample = LayerSample(keys=keys, values=keys, queries=queries, query_weights=weights)
+        made = calibrate({0: sample}, weights_digest="w")
+        basis = made.get("key_basis", 0, (1, 8, 8))
+        assert int(basis[0, 0].abs().argmax()) == asked
+        assert torch.equal(basis, basis.half().float())
+        weights[silent] = 1.0
+    unheard = LayerSample(keys=keys, values=keys, queries=queries, query_weights=torch.zeros(500, 2))
+    even = LayerSample(keys=keys, values=keys, queries=queries)
+    first, second = (calibrate({0: one}, weights_digest="w") for one in (unheard, even))
+    assert first.digest == second.digest
+
+
 def test_percentiles_leave_one_percent_outside() -> None:
     raw = gaussian(2000, 1, 8, seed=4)
     made = calibrate({5: LayerSample(keys=raw, values=raw, raw_keys=raw)}, weights_digest="w")

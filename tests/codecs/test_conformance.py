@@ -18,7 +18,7 @@ from kvloom.kernels.reference import count_non_finite
 from .world import ALL, HEADS, LAYER, SHAPES, calibration, codec_of, plane_of, positions_of, rope_table, rows_of
 
 # The share of the rows' energy that a round trip of Gaussian rows may lose, by bits a code.
-LARGEST_ERROR = {8: 0.004, 4: 0.02, 3: 0.06, 2: 0.3, 1: 0.6}
+LARGEST_ERROR = {8: 0.004, 4: 0.02, 3: 0.08, 2: 0.3, 1: 0.6}
 
 
 def round_trip(name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -59,8 +59,9 @@ def test_round_trip(name: str, shape: tuple[int, int]) -> None:
     rows = rows_of(3, dim, block_size)
     back = round_trip(name, rows)
     assert back.dtype == torch.float32 and back.shape == rows.shape
-    fields = codec_of(name, dim, block_size).layout.fields
-    bits = sum(field.bits for field in fields if field.name.startswith("codes")) or 8
+    planes = [field for field in codec_of(name, dim, block_size).layout.fields if "codes" in field.name]
+    held = sum(field.num_bytes * 8 for field in planes) / (dim * block_size)
+    bits = int(min(held, 8))
     error = float((back - rows).square().mean() / rows.square().mean())
     assert error < LARGEST_ERROR[bits]
 

@@ -18,7 +18,18 @@ from tests.codecs.world import LAYER, calibration
 PAIRS = [
     *[
         (name, name)
-        for name in ("fp8", "fp8_e5m2", "int8", "int4", "turboquant4", "turboquant3", "turboquant2", "loom3")
+        for name in (
+            "fp8",
+            "fp8_e5m2",
+            "int8",
+            "int4",
+            "turboquant4",
+            "turboquant3",
+            "turboquant2",
+            "loom4",
+            "loom3",
+            "loom2",
+        )
     ],
     ("kivi2.key", "kivi2.value"),
     ("kivi4.key", "kivi4.value"),
@@ -69,13 +80,13 @@ def make_world(names: tuple[str, str], dim: int, size: int, sequences: int, bloc
     for is_value, codec, start in ((False, key, 0), (True, value, value_at)):
         codes = codec.native
         fields = (codes.token_scale, codes.token_offset, codes.channel_scale, codes.channel_offset)
+        for part in codes.parts:
+            places = [at + start for at in part.codes]
+            fmt.add_part(is_value, part.bits, part.channels, list(part.levels), places)
         fmt.set_codes(
             is_value,
-            codes.bits,
             codes.exponent_bits,
-            list(codes.levels),
             codes.center,
-            [at + start for at in codes.codes],
             codes.token_groups,
             *(at if at < 0 else at + start for at in fields),
         )
@@ -97,7 +108,13 @@ def attend(
     """Over all blocks, each sequence's queries standing behind its last block."""
     sequences, blocks = world.tables.shape
     batch = QueryBatch.build([rows] * sequences, [length] * sequences, torch.device("cpu"))
-    turned = q if world.key.native.turn is None else (q @ world.key.native.turn).contiguous()
+    native = world.key.native
+    turned = q
+    if native.query_turns is not None:
+        turned = torch.einsum("thgd,hde->thge", q.unflatten(1, (HEADS, -1)), native.query_turns(LAYER)).flatten(1, 2)
+    elif native.turn is not None:
+        turned = q @ native.turn
+    turned = turned.contiguous()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
     backend._kernels.attend(
         world.fmt, backend.native_batch(world.arena, world.tables, batch), 0,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvloom.codecs.calibration import Calibration
+from kvloom.codecs.key_basis import key_basis
 from kvloom.codecs.kvquant import middle_and_reach, normalise_values
 from kvloom.codecs.levels import matched_levels, weighted_levels
 from kvloom.codecs.numbers import finite
@@ -25,13 +26,15 @@ class LayerSample:
     Leave out each text's first tokens: attention sinks have keys unlike all others. ``keys`` are after
     RoPE, ``raw_keys`` before it (needed by kvquant). The gradients are of the loss with respect to
     ``raw_keys`` and ``values``, of the same shape; their squares are the Fisher weights of kvquant's
-    levels, and without them all elements weigh the same.
+    levels, and without them all elements weigh the same. ``query_weights`` are those of ``key_basis``:
+    without them all queries weigh the same, and without queries all directions of keys do.
     """
 
     keys: torch.Tensor  # [T, H, d]
     values: torch.Tensor  # [T, H, d]
     raw_keys: torch.Tensor | None = None  # [T, H, d]
     queries: torch.Tensor | None = None  # [T, Hq, d], after RoPE
+    query_weights: torch.Tensor | None = None  # [T, Hq]
     raw_key_gradients: torch.Tensor | None = None  # [T, H, d]
     value_gradients: torch.Tensor | None = None  # [T, H, d]
 
@@ -51,6 +54,10 @@ def calibrate(
                 f"layer {layer}: keys {tuple(sample.keys.shape)} and values {tuple(sample.values.shape)} must be of "
                 "the same tokens, at least 2"
             )
+        for name in ("keys", "values", "queries"):
+            vectors = getattr(sample, name)
+            if vectors is not None and not bool(torch.isfinite(vectors).all()):
+                raise CodecError(f"layer {layer}: {name} that are not finite; the model cannot be calibrated")
         for kind, tensor in _layer_statistics(sample).items():
             tensors[f"{kind}.{layer}"] = tensor
     return Calibration(tensors, weights_digest=weights_digest, about=about)
@@ -68,10 +75,27 @@ def _layer_statistics(sample: LayerSample) -> dict[str, torch.Tensor]:
         tokens, heads, dim = keys.shape
         grouped = sample.queries.double().reshape(tokens, heads, -1, dim)
         found["query_square"] = grouped.square().mean(dim=(0, 2))
+    centred = (keys - found["key_mean"]).transpose(0, 1)
+    basis, found["key_importance"] = key_basis(centred.mT @ centred / keys.shape[0], _query_moments(sample))
+    found["key_basis"] = basis.half()  # rounded, as files keep it
     if sample.raw_keys is not None:
         found |= _key_levels(sample.raw_keys, sample.raw_key_gradients)
         found |= _value_levels(sample.values, sample.value_gradients)
     return {kind: tensor.float() for kind, tensor in found.items()}
+
+
+def _query_moments(sample: LayerSample) -> torch.Tensor:
+    """float64 [H, d, d]: the weighted mean of q qᵀ over the queries that read each head."""
+    tokens, heads, dim = sample.keys.shape
+    if sample.queries is None:
+        return torch.eye(dim, dtype=torch.float64).expand(heads, dim, dim)
+    queries = sample.queries.double().reshape(tokens, heads, -1, dim).transpose(0, 1).flatten(1, 2)
+    weights = torch.ones(queries.shape[:2], dtype=torch.float64)
+    if sample.query_weights is not None:
+        given = sample.query_weights.double().reshape(tokens, heads, -1).transpose(0, 1).flatten(1, 2)
+        weights = torch.where(given.sum(dim=1, keepdim=True) > 0, given, weights)
+    weighted = queries * weights.unsqueeze(-1)
+    return weighted.mT @ queries / weights.sum(dim=1)[:, None, None]
 
 
 def _key_levels(raw_keys: torch.Tensor, gradients: torch.Tensor | None) -> dict[str, torch.Tensor]:

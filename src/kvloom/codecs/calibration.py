@@ -19,13 +19,15 @@ from kvloom.core.errors import CodecError
 
 FORMAT = "kvloom-calibration-1"
 
-# kind -> its shape, in words; all float32. H: KV heads, d: the plane's width.
+# kind -> its shape, in words; all float32, kept as float16 where HALVES says so. H: KV heads, d: the plane's width.
 KINDS: Mapping[str, str] = {
     "key_mean": "[H, d] mean of keys after RoPE",
     "value_mean": "[H, d] mean of values",
     "key_square": "[H, d] variance of keys after RoPE about key_mean",
     "value_square": "[H, d] variance of values about value_mean",
     "query_square": "[H, d] mean square of the queries that read the head, after RoPE",
+    "key_basis": "[H, d, d] directions of keys after RoPE, the most important first (key_basis.py)",
+    "key_importance": "[H, d] variance of keys along each of them, errors weighing the same",
     "raw_key_low": "[H, d] 0.5 % percentile of keys before RoPE",
     "raw_key_high": "[H, d] 99.5 % percentile of keys before RoPE",
     "key_levels4": "[2, 16] levels of normalised keys before RoPE: to choose codes by, to decode with",
@@ -35,6 +37,7 @@ KINDS: Mapping[str, str] = {
     "value_levels3": "[2, 8] likewise",
     "value_levels2": "[2, 4] likewise",
 }
+HALVES = {"key_basis"}  # large, and rounded to float16 before it is used at all
 
 
 class Calibration:
@@ -80,7 +83,8 @@ class Calibration:
         """Write the file, replacing one that is there."""
         about = {"format": FORMAT, "weights_digest": self.weights_digest, "digest": self.digest}
         temporary = path.with_name(path.name + ".part")
-        save_file(self.tensors, temporary, metadata={**about, "about": json.dumps(self.about, sort_keys=True)})
+        stored = {name: x.half() if name.partition(".")[0] in HALVES else x for name, x in self.tensors.items()}
+        save_file(stored, temporary, metadata={**about, "about": json.dumps(self.about, sort_keys=True)})
         temporary.replace(path)
 
     @classmethod

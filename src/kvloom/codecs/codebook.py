@@ -37,8 +37,12 @@ class Codebook:
 
     def encode(self, z: torch.Tensor) -> torch.Tensor:
         """uint8 codes of the nearest levels to float32 ``z``, given in standard deviations."""
-        edges = torch.tensor(self.edges, dtype=torch.float32, device=z.device)
-        return torch.bucketize(z * self.stretch, edges).to(torch.uint8)
+        return self.nearest(z * self.stretch)
+
+    def nearest(self, y: torch.Tensor) -> torch.Tensor:
+        """uint8 codes of the nearest levels to float32 ``y``, given in grid units."""
+        edges = torch.tensor(self.edges, dtype=torch.float32, device=y.device)
+        return torch.bucketize(y, edges).to(torch.uint8)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """float32 levels, in grid units."""

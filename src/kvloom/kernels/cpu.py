@@ -12,7 +12,7 @@ import ctypes
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -211,7 +211,7 @@ class CpuBackend:
         plain, dtype = q, q.dtype
         coded = any(plane.codec is not None for plane in fmt.planes)
         if coded:
-            q = _turned(q.float(), fmt.planes[0], transposed=False)
+            q = _turned_queries(q.float(), fmt.planes[0], fmt.layers[layer_offset // fmt.layer_bytes])
         q = _rows(q, batch.num_tokens, num_query_heads, fmt.planes[0].dim)
         out = torch.empty(num_tokens, num_query_heads, fmt.planes[1].dim, dtype=torch.float32 if want_lse else q.dtype)
         lse = torch.empty(num_tokens, num_query_heads, dtype=torch.float32) if want_lse else None
@@ -229,7 +229,7 @@ class CpuBackend:
             keys.min_lag, -1 if keys.max_lag is None else keys.max_lag,
         )  # fmt: skip
         if coded:
-            out = _turned(out, fmt.planes[1], transposed=True)
+            out = _turned_back(out, fmt.planes[1])
             if lse is not None:
                 _add_mean(lse, plain, fmt, layer_offset, scale)
             elif out.dtype != dtype:
@@ -411,8 +411,10 @@ class _BlockEncoder:
                 encoder.rotated,
                 self._address(encoder.signs),
                 self._address(removed_means(plane, encoded.layers)),
-                encoder.stretch,
-                self._address(torch.tensor(encoder.edges) if encoder.edges else None),
+                self._address(torch.tensor(encoder.stretch)),
+                self._address(torch.tensor(encoder.edges)),
+                self._address(_by_layer(encoder.transforms, encoded.layers)),
+                self._address(_by_layer(encoder.weights, encoded.layers)),
             )
 
     def _address(self, tensor: torch.Tensor | None) -> int:
@@ -420,6 +422,10 @@ class _BlockEncoder:
             return 0
         self._kept.append(tensor.float().contiguous())
         return self._kept[-1].data_ptr()
+
+
+def _by_layer(of_layer: Callable[[int], torch.Tensor] | None, layers: Sequence[int]) -> torch.Tensor | None:
+    return None if of_layer is None else torch.stack([of_layer(layer) for layer in layers])
 
 
 def _coded_reason(plane: PlaneFormat, block_size: int, width: int) -> str | None:
@@ -431,13 +437,14 @@ def _coded_reason(plane: PlaneFormat, block_size: int, width: int) -> str | None
     if not _dim_supported("k", plane.dim):
         return f"{what} has dim {plane.dim}; supported: multiples of 8, {_DIMS['k'][0]} to {_DIMS['k'][1]}"
     keys = plane.name == "k"
-    pairs, units = (plane.dim, block_size) if keys else (block_size, plane.dim)
+    units = block_size if keys else plane.dim
     lanes = width if codes.exponent_bits else 2 * width
     if units % lanes:
         return f"{what} has {units} {'tokens a block' if keys else 'channels'}, no multiple of {lanes}"
-    rows = {8: 2, 4: 4, 3: 16, 2: 8}[codes.bits]
-    if not codes.exponent_bits and pairs % rows:
-        return f"{what} has {pairs} {'channels' if keys else 'tokens a block'}, no multiple of {rows}"
+    for part in codes.parts:
+        pairs, rows = (part.channels if keys else block_size), {8: 2, 4: 4, 3: 16, 2: 8, 1: 16}[part.bits]
+        if not codes.exponent_bits and pairs % rows:
+            return f"{what} has {pairs} {'channels' if keys else 'tokens a block'}, no multiple of {rows}"
     # Groups of channels are columns of values, and pairs of rows of keys.
     if plane.dim % width or (plane.dim // codes.token_groups) % (2 if keys else width) or block_size % width:
         return f"{what} has groups of {plane.dim // codes.token_groups} channels, no multiple of {width}"
@@ -451,13 +458,12 @@ def _set_codes(native: _cpu.Format, is_value: bool, plane: PlaneFormat) -> None:
     def place(offset: int) -> int:
         return offset if offset < 0 else offset + plane.offset
 
+    for part in codes.parts:
+        native.add_part(is_value, part.bits, part.channels, list(part.levels), [place(at) for at in part.codes])
     native.set_codes(
         is_value,
-        codes.bits,
         codes.exponent_bits,
-        list(codes.levels),
         codes.center,
-        [place(offset) for offset in codes.codes],
         codes.token_groups,
         place(codes.token_scale),
         place(codes.token_offset),
@@ -466,12 +472,22 @@ def _set_codes(native: _cpu.Format, is_value: bool, plane: PlaneFormat) -> None:
     )
 
 
-def _turned(rows: torch.Tensor, plane: PlaneFormat, *, transposed: bool) -> torch.Tensor:
-    """Queries in the directions that keys are coded in, or outputs back from those of values."""
+def _turned_queries(q: torch.Tensor, plane: PlaneFormat, layer: int) -> torch.Tensor:
+    """Queries [T, query heads, dim] in the directions that keys of the model's ``layer`` are coded in."""
     codes = native_codes(plane)
-    if codes is None or codes.turn is None:
-        return rows
-    return rows @ (codes.turn.T if transposed else codes.turn)
+    if codes is None:
+        return q
+    if codes.query_turns is not None:
+        turns = codes.query_turns(layer)  # [heads, dim, dim]
+        grouped = q.unflatten(1, (len(turns), -1))
+        return torch.einsum("thgd,hde->thge", grouped, turns).flatten(1, 2)
+    return q if codes.turn is None else q @ codes.turn
+
+
+def _turned_back(rows: torch.Tensor, plane: PlaneFormat) -> torch.Tensor:
+    """Outputs back from the directions that values are coded in."""
+    codes = native_codes(plane)
+    return rows if codes is None or codes.turn is None else rows @ codes.turn.T
 
 
 def _removes_mean(fmt: BlockFormat) -> bool:

@@ -21,6 +21,7 @@ from kvloom.models.loader import LoadedModel
 
 ATTENTION = "kvloom_calibration"
 SKIPPED = 16  # first tokens of a window, whose keys are unlike all others
+RECENT = 64  # tokens before a query that codecs with bases leave raw by default
 WINDOW = 1024
 
 
@@ -100,8 +101,6 @@ def collect(
         if fisher:
             for x in (key, value):
                 x.retain_grad()
-        if layer not in layout.shared:
-            seen[layer] = [query, key, value]
         groups = query.shape[1] // key.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         logits = query @ k.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -115,6 +114,9 @@ def collect(
             column = s_aux.view(1, -1, 1, 1).expand(1, -1, len(at), 1)
             logits = torch.cat([logits, column.to(logits.dtype)], -1)
         weights = torch.softmax(logits, -1)[..., : len(at)]
+        if layer not in layout.shared:
+            coded = weights.detach() * ((lag >= RECENT) & (at >= SKIPPED))
+            seen[layer] = [query, key, value, (coded - coded.square()).sum(-1, keepdim=True)]
         return (weights @ v).transpose(1, 2), None
 
     from transformers import AttentionInterface
@@ -132,8 +134,8 @@ def collect(
             if fisher:
                 loss = torch.nn.functional.cross_entropy(logits[:-1].float(), tokens[1:], reduction="sum")
                 torch.autograd.backward(loss)
-            for layer, (query, key, value) in seen.items():
-                parts.setdefault(layer, []).append(_sample(query, key, value, rope, fisher=fisher))
+            for layer, (query, key, value, weights) in seen.items():
+                parts.setdefault(layer, []).append(_sample(query, key, value, weights, rope, fisher=fisher))
             seen.clear()
     model.set_attn_implementation(before)
     joined = {layer: _join(samples) for layer, samples in parts.items()}
@@ -141,15 +143,22 @@ def collect(
 
 
 def _sample(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rope: RopeTable | None, *, fisher: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_weights: torch.Tensor,
+    rope: RopeTable | None,
+    *,
+    fisher: bool,
 ) -> LayerSample:
-    """[1, heads, T, dim] each, to rows [T, heads, dim] without the window's first tokens."""
+    """[1, heads, T, dim] each (weights: dim 1), to rows [T, heads, dim] without the window's first tokens."""
     at = torch.arange(key.shape[2]).unsqueeze(0)
 
     def rows(x: torch.Tensor) -> torch.Tensor:
         return x.detach()[0, :, SKIPPED:].transpose(0, 1).contiguous()
 
     found = {"queries": rows(query), "keys": rows(key), "values": rows(value)}
+    found["query_weights"] = rows(query_weights).squeeze(-1)
     if rope is not None:
         found["raw_keys"] = rows(rope.unrotate(key.detach(), at))
         if fisher and key.grad is not None and value.grad is not None:

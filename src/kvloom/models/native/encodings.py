@@ -6,7 +6,7 @@ import torch
 
 from kvloom import _cpu
 from kvloom.attention.batch import KVStore
-from kvloom.kernels.coded import native_codes, removed_means
+from kvloom.kernels.coded import native_codes, query_turns, removed_means
 from kvloom.kernels.cpu import CpuBackend
 from kvloom.kernels.ops import PlaneFormat
 
@@ -22,18 +22,20 @@ class Encodings:
             return
         for item in store.storage[: len(store.layout.groups)]:
             if item.twin is None:
-                self.native.append(_cpu.Encoding(-1, 0, 0, 0, 0, 0, None))
+                self.native.append(_cpu.Encoding(-1, 0, 0, 0, False, 0, 0, None))
                 continue
             assert item.recents is not None
             fmt = store.formats[item.twin]
             key, value = fmt.planes
-            query_turn, output_turn = _turn(key), _turn(value)
+            by_head = query_turns(key, fmt.layers)
+            query_turn, output_turn = _turn(key) if by_head is None else by_head, _turn(value)
             self.native.append(
                 _cpu.Encoding(
                     item.twin,
                     item.sinks,
                     item.recents,
                     self._address(query_turn),
+                    by_head is not None,
                     self._address(None if output_turn is None else output_turn.T),
                     self._address(removed_means(key, fmt.layers)),
                     backend.block_encoder(store.formats[item.home], fmt),
