@@ -35,9 +35,7 @@ class Format:
         channel_offset: int,
         /,
     ) -> None: ...
-    def add_part(
-        self, values: bool, bits: int, channels: int, levels: list[int], codes: list[int], /
-    ) -> None: ...
+    def add_part(self, values: bool, bits: int, channels: int, levels: list[int], codes: list[int], /) -> None: ...
 
 class Batch:
     def __init__(

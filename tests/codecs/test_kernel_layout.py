@@ -36,6 +36,9 @@ def test_what_native_kernels_read() -> None:
         "turboquant4",
         "turboquant3",
         "turboquant2",
+        "loom4",
+        "loom3",
+        "loom2",
     }
     assert read >= {"kivi2.key", "kivi2.value", "kivi4.key", "kivi4.value"}
     assert read >= {"kvarn4.key", "kvarn4.value", "kvarn2.value"}

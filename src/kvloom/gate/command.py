@@ -58,7 +58,9 @@ def quality(
             "--window", help="tokens x windows of each text; repeat for several (1024x4, 4096x1)", show_default=False
         ),
     ] = None,
-    needles: Annotated[int, typer.Option("--needles", min=0, max=8, help="in one more window of the shortest length per text")] = 4,
+    needles: Annotated[
+        int, typer.Option("--needles", min=0, max=8, help="in one more window of the shortest length per text")
+    ] = 4,
     block_size: Annotated[int, typer.Option("--block-size", help="tokens per block")] = 32,
     cache_dir: Annotated[str | None, typer.Option("--cache-dir", show_default=False)] = None,
     output: Annotated[
