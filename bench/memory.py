@@ -33,16 +33,18 @@ CODECS = "raw,fp8,int8,int4,turboquant4,turboquant3,loom4,kivi2"
 
 def hold(model: str, codec: str, sequences: int, context: int, arena_bytes: int) -> dict[str, Any]:
     """Compute and hold ``sequences`` prompts at once; figures in bytes."""
+    # Early ones decode while the others' prompts are computed, and must not end before.
+    answer = sequences * (context // EngineConfig().max_batch_tokens + 4)
     engine = Engine(
         EngineConfig(
             model=model,
             max_sequences=sequences,
-            max_model_len=context + 2 * sequences,
+            max_model_len=context + answer,
             kv_cache_memory=str(arena_bytes),
             pipeline=PipelineConfig(codec=codec),
         )
     )
-    params = SamplingParams(temperature=0, max_tokens=2 * sequences, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
     with zero_forward(engine):
         usage = Usage(engine)
         for index in range(sequences):
