@@ -148,7 +148,11 @@ def learn(reader: Reader, windows: Sequence[torch.Tensor], rope: RopeTable) -> C
             parts.setdefault(layer, []).append(LayerSample(**dict(zip(names, rows, strict=True))))
     joined = {
         layer: LayerSample(
-            **{name: torch.cat([getattr(one, name) for one in samples]) for name in LayerSample.__dataclass_fields__}
+            **{
+                name: torch.cat([getattr(one, name) for one in samples])
+                for name in LayerSample.__dataclass_fields__
+                if getattr(samples[0], name) is not None
+            }
         )
         for layer, samples in parts.items()
     }
