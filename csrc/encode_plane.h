@@ -15,12 +15,13 @@ namespace {
 
 constexpr float kHalfMax = 65504.0f, kHalfMin = 0x1p-24f;
 constexpr int kMaxTokens = kChunk;
+constexpr int kStride = kMaxTokens + 16;  // of a tile's rows: powers of two would fall into the same cache sets
 
-// [channels][tokens] with some room after each row: powers of two would fall into the same cache sets.
+// [channels][tokens].
 class Tile {
 public:
     Tile(float* memory, int channels, int tokens) : channels(channels), tokens(tokens), memory_(memory) {}
-    float* operator[](int channel) const { return memory_ + static_cast<ptrdiff_t>(channel) * (kMaxTokens + 16); }
+    float* operator[](int channel) const { return memory_ + static_cast<ptrdiff_t>(channel) * kStride; }
     const int channels, tokens;
 
 private:
@@ -28,14 +29,13 @@ private:
 };
 
 struct Scratch {
-    static constexpr int kStride = kMaxTokens + 16;
     alignas(64) float tile[kMaxDim * kStride];
     alignas(64) float spare[kMaxDim * kStride];
     alignas(64) float level[kMaxDim * kStride];
     alignas(64) uint8_t codes[kMaxDim * kMaxTokens];    // [channel][token]
     alignas(64) uint8_t turned[kMaxDim * kMaxTokens];   // [token][channel]
     alignas(64) float a[kMaxTokens], b[kMaxTokens], c[kMaxTokens];
-    float by_channel[kMaxDim], low[kMaxDim], high[kMaxDim];
+    float by_channel[kMaxDim];
 };
 
 constexpr auto less = [](float a, float b) { return a < b ? a : b; };
@@ -214,14 +214,15 @@ inline uint8_t affine_code(float x, float minimum, float scale, float top) {
 }
 
 // One group per token and `width` channels; numbers go to [token][group].
-void affine_by_token(const Tile& x, const CodedPlane& plane, int64_t scale_at, int64_t offset_at, unsigned char* to, Scratch& s) {
+void affine_by_token(const Tile& x, const CodedPlane& plane, unsigned char* to, Scratch& s) {
     const int size = x.tokens, groups = plane.token_groups, width = x.channels / groups;
     const float top = static_cast<float>((1 << plane.bits) - 1);
     for (int g = 0; g < groups; ++g) {
         fold_channels(x, g * width, (g + 1) * width, less, s.a);
         fold_channels(x, g * width, (g + 1) * width, more, s.b);
         for (int t = 0; t < size; ++t) {
-            uint16_t *minimum = halves_at(to, offset_at) + t * groups + g, *scale = halves_at(to, scale_at) + t * groups + g;
+            uint16_t* minimum = halves_at(to, plane.token_offset) + t * groups + g;
+            uint16_t* scale = halves_at(to, plane.token_scale) + t * groups + g;
             affine_numbers(s.a[t], s.b[t], top, minimum, scale);
             s.a[t] = f16_to_float(*minimum);
             s.b[t] = f16_to_float(*scale);
@@ -257,13 +258,18 @@ void magnitudes(const Tile& x, int from, int to, float* out) {
     }
 }
 
-void absmax(const Tile& x, const CodedPlane& plane, unsigned char* to, Scratch& s) {
-    magnitudes(x, 0, x.channels, s.a);
+// Each token's scale, by which its largest magnitude becomes `most`: stored, and as fp32 in `scales`.
+void token_scales(const Tile& x, const CodedPlane& plane, float most, unsigned char* to, float* scales) {
+    magnitudes(x, 0, x.channels, scales);
     for (int t = 0; t < x.tokens; ++t) {
-        const uint16_t scale = positive_scale(s.a[t] / 127.0f);
+        const uint16_t scale = positive_scale(scales[t] / most);
         halves_at(to, plane.token_scale)[t] = scale;
-        s.a[t] = f16_to_float(scale);
+        scales[t] = f16_to_float(scale);
     }
+}
+
+void absmax(const Tile& x, const CodedPlane& plane, unsigned char* to, Scratch& s) {
+    token_scales(x, plane, 127.0f, to, s.a);
     for (int d = 0; d < x.channels; ++d) {
         const float* row = x[d];
         uint8_t* codes = s.codes + d * x.tokens;
@@ -288,12 +294,7 @@ inline uint8_t small_float(float x) {
 }
 
 void small_floats(const Tile& x, const CodedPlane& plane, unsigned char* to, Scratch& s) {
-    magnitudes(x, 0, x.channels, s.a);
-    for (int t = 0; t < x.tokens; ++t) {
-        const uint16_t scale = positive_scale(s.a[t] / 448.0f);
-        halves_at(to, plane.token_scale)[t] = scale;
-        s.a[t] = f16_to_float(scale);
-    }
+    token_scales(x, plane, 448.0f, to, s.a);
     for (int d = 0; d < x.channels; ++d) {
         const float* row = x[d];
         uint8_t* codes = s.codes + d * x.tokens;
@@ -549,7 +550,7 @@ void kvarn(const Tile& x, const PlaneEncoder& encoder, const CodedPlane& plane, 
             const float by = f16_to_float(scale);
             for (int t = 0; t < size; ++t) row[t] /= by;
         }
-        return affine_by_token(x, plane, plane.token_scale, plane.token_offset, to, s);
+        return affine_by_token(x, plane, to, s);
     }
     for (int t = 0; t < size; ++t) {
         const uint16_t scale = positive_scale(by_token[t]);
@@ -652,7 +653,7 @@ int64_t encode_plane(const EncodeArgs& args) {
             if (plane.channel_scale >= 0) {
                 affine_by_channel(x, plane, args.to, s);
             } else {
-                affine_by_token(x, plane, plane.token_scale, plane.token_offset, args.to, s);
+                affine_by_token(x, plane, args.to, s);
             }
             break;
         case EncodeMethod::unit: unit(x, encoder, plane, args.to, s); break;

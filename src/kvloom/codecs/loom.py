@@ -23,14 +23,11 @@ from collections.abc import Mapping
 import torch
 
 from kvloom.codecs.base import BlockCodec, CodecSpec, require_calibration, require_multiple_of_8
-from kvloom.codecs.layout import Field
-from kvloom.codecs.packing import code_fields, pack, unpack
 from kvloom.codecs.segments import SegmentCodes, cut
+from kvloom.codecs.turboquant import TurboQuant
 from kvloom.codecs.turn import Turn, make_turn, times
-from kvloom.codecs.unit_codes import UnitCodes
 from kvloom.core.errors import CodecError
 
-BITS = {"loom4": 4, "loom3": 3, "loom2": 2}
 QUARTERS = {"loom4": (4, 4, 4, 4), "loom3": (4, 4, 2, 2), "loom2": (4, 2, 1, 1)}  # of keys
 
 
@@ -91,32 +88,6 @@ class LoomKeys(BlockCodec):
         return self._turns[layer]
 
 
-class LoomValues(BlockCodec):
-    """TurboQuant's codes and bytes."""
-
-    native_method = "unit"
-
-    def __init__(self, spec: CodecSpec) -> None:
-        require_multiple_of_8(spec)
-        self.bits = BITS[spec.name]
-        self.unit = UnitCodes(spec.dim, self.bits)
-        super().__init__(
-            spec,
-            [
-                *code_fields("codes", self.bits, spec.block_size, spec.dim),
-                Field(name="scale", dtype=torch.float16, shape=(spec.block_size,)),
-            ],
-            rotation=self.unit.rotation,
-        )
-
-    def _encode(self, x: torch.Tensor, layer: int, first_position: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
-        codes, scale = self.unit.encode(x)
-        return {**pack("codes", codes, self.bits), "scale": scale}
-
-    def _decode(self, fields: dict[str, torch.Tensor], layer: int, first_position: torch.Tensor | None) -> torch.Tensor:
-        return self.unit.decode(unpack("codes", fields, self.bits), fields["scale"])
-
-
 def make(spec: CodecSpec) -> BlockCodec:
     """The codec of keys (and latents), or of values."""
-    return LoomValues(spec) if spec.plane == "v" else LoomKeys(spec)
+    return TurboQuant(spec) if spec.plane == "v" else LoomKeys(spec)

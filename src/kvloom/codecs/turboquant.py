@@ -18,7 +18,7 @@ from kvloom.codecs.layout import Field
 from kvloom.codecs.packing import code_fields, pack, unpack
 from kvloom.codecs.unit_codes import UnitCodes
 
-BITS = {"turboquant4": 4, "turboquant3": 3, "turboquant2": 2}
+BITS = {f"{family}{bits}": bits for family in ("turboquant", "loom") for bits in (4, 3, 2)}  # loom: its values
 
 
 class TurboQuant(BlockCodec):
