@@ -27,7 +27,7 @@ template <int BITS, class F>
         const unsigned char* low = block + part.codes[0] + at;
         const unsigned char* ahead = next != nullptr ? next + part.codes[0] + at : nullptr;
         const auto fetch = [&](const unsigned char* p) __attribute__((always_inline)) {
-            if (ahead != nullptr) __builtin_prefetch(p);
+            if (ahead != nullptr) __builtin_prefetch(p, 0, 2);
         };
         const auto level = [&](B codes) { return Vec::look_up(levels, codes); };
         if constexpr (BITS == 8) {
@@ -312,7 +312,7 @@ static const unsigned char* ahead(const unsigned char* const* block, const Coded
 static void fetch_numbers(const unsigned char* block, const CodedPlane& plane, int size, int dim) {
     if (plane.bits == 0) return;
     const auto fetch = [&](int64_t place, int bytes) {
-        for (int at = 0; place >= 0 && at < bytes; at += 64) __builtin_prefetch(block + place + at);
+        for (int at = 0; place >= 0 && at < bytes; at += 64) __builtin_prefetch(block + place + at, 0, 2);
     };
     fetch(plane.token_scale, 2 * size * plane.token_groups);
     fetch(plane.token_offset, 2 * size * plane.token_groups);
@@ -558,7 +558,7 @@ void small_float_tile(const SmallFloats& o, int row, int column) {
         for (int v = 0; v < VECS; ++v) acc[r][v] = o.accumulate ? Vec::load(c + r * o.c_stride + v * W) : Vec::zero();
     }
     for (int s = 0; s < o.steps; ++s, b += o.b_stride) {
-        if (o.next != nullptr) __builtin_prefetch(o.next + s * o.b_stride + column);
+        if (o.next != nullptr) __builtin_prefetch(o.next + s * o.b_stride + column, 0, 2);
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; ++v) {
             const Vec::F x = Vec::template small_floats<SHIFT>(b + v * W);

@@ -99,7 +99,7 @@ void product_tile(const Operands& o, int row, int column) {
         for (int s = 0; s < steps; ++s, a += T::P, b += b_stride) {
             if (next != nullptr) {
 #pragma GCC unroll 8
-                for (int at = 0; at < kRowBytes; at += 64) __builtin_prefetch(next + at);
+                for (int at = 0; at < kRowBytes; at += 64) __builtin_prefetch(next + at, 0, 2);
                 next += kRowBytes;
             }
             if constexpr (Same<T, BF16Dot>::value) {
