@@ -58,17 +58,24 @@ static inline Vec::F gelu_tanh_vec(Vec::F x) {
 }
 
 // `count` floats to a row of activations (LinearArgs::a), from a column on whose vector does not cross a chunk.
-static void pack_row(const float* from, int count, void* row, ptrdiff_t chunk_stride, int column, bool dot) {
+// bf16 for a "dot" kernel, which only sets of instructions that have one ask for.
+template <class V>
+void pack_activations(const float* from, int count, void* row, ptrdiff_t chunk_stride, int column, bool dot) {
     for (int done = 0; done < count;) {
         const int at = (column + done) % kChunk;
         const int here = count - done < kChunk - at ? count - done : kChunk - at;
         const ptrdiff_t offset = (column + done) / kChunk * chunk_stride + at;
-        if (dot) {
-            auto* to = static_cast<uint16_t*>(row) + offset;
-            for (int i = 0; i < here; ++i) to[i] = float_to_bf16(from[done + i]);
-        } else {
-            __builtin_memcpy(static_cast<float*>(row) + offset, from + done, here * sizeof(float));
+        if constexpr (V::kDot) {
+            if (dot) {
+                auto* to = static_cast<uint16_t*>(row) + offset;
+                int i = 0;
+                for (; i + V::W <= here; i += V::W) V::store_bf16(to + i, V::load(from + done + i));
+                for (; i < here; ++i) to[i] = float_to_bf16(from[done + i]);
+                done += here;
+                continue;
+            }
         }
+        __builtin_memcpy(static_cast<float*>(row) + offset, from + done, here * sizeof(float));
         done += here;
     }
 }

@@ -228,7 +228,7 @@ int64_t encode_plane(const EncodeArgs& args);  // encode_<name>.cpp: compiled wi
 static const KernelTable table = {Vec::kDot, pack,     pack_latent,
                                   Chooser<Vec>::chunk, fold, finish,
                                   kPanel,    LinearChooser<Vec>::panel, rms_norm,
-                                  rotate,    gate,     pack_row,
+                                  rotate,    gate,     pack_activations<Vec>,
                                   row_matrix, scaled,   encode_plane};
 
 }  // namespace kvloom::KVLOOM_ISA

@@ -10,20 +10,20 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-static constexpr int kPanel = 4 * Vec::W;
+static constexpr int kPanel = 32;
 
 template <class T>
 void linear_panel(const LinearArgs& args) {
     constexpr ptrdiff_t item = sizeof(typename T::B);
     const unsigned char* weights = args.weights;
-    // Channels of a panel that are multiplied with all rows before the next ones: this piece, the next one on
-    // its way from memory, and the rows share the first-level cache.
-    constexpr int kPiece = 64;
-    for (int done = 0; done < args.inner; done += kPiece) {
-        const int inner = args.inner - done < kPiece ? args.inner - done : kPiece;
+    // Channels of a panel that are multiplied with all rows before the next ones, while as many are fetched. More of
+    // them mean fewer sums to store and load again; wide vectors get through short pieces before memory answers.
+    const int piece = Vec::W > 8 && args.rows > 4 ? 128 : 64;
+    for (int done = 0; done < args.inner; done += piece) {
+        const int inner = args.inner - done < piece ? args.inner - done : piece;
         // Panels follow each other in memory, so what comes next is the next panel's beginning at the latest;
         // beyond the last panel a prefetch does no harm.
-        const unsigned char* const blocks[] = {weights, weights + kPiece * kPanel * item};
+        const unsigned char* const blocks[] = {weights, weights + piece * kPanel * item};
         Operands o;
         o.a = static_cast<const typename T::A*>(args.a) + done / kChunk * args.chunk_stride + done % kChunk;
         o.block = blocks;

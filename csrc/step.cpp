@@ -226,7 +226,7 @@ void Step::add_residual(const float* norm, int tokens) {
         float* from = out + static_cast<ptrdiff_t>(t) * hidden;
         float* to = x + static_cast<ptrdiff_t>(t) * hidden;
         kernels_.rms_norm(from, norm, hidden, shape_.eps, from);
-        for (int d = 0; d < hidden; ++d) to[d] += shape_.residual_scale * from[d];
+        kernels_.scaled(from, shape_.residual_scale, hidden, true, to);
     });
     lap(Phase::rest);
 }
@@ -242,12 +242,10 @@ void Step::layer(int index, const StepInput& input) {
             const int column = first_panel * panel, width = std::min(panel, hidden - column);
             for (int r = 0; r < count; ++r) {
                 const ptrdiff_t at = static_cast<ptrdiff_t>(first + r) * hidden + column;
-                for (int c = 0; c < width; ++c) {
-                    if (norm != nullptr) {
-                        out[at + c] = tile[r * panel + c];
-                    } else {
-                        x[at + c] += shape_.residual_scale * tile[r * panel + c];
-                    }
+                if (norm != nullptr) {
+                    __builtin_memcpy(out + at, tile + r * panel, width * sizeof(float));
+                } else {
+                    kernels_.scaled(tile + r * panel, shape_.residual_scale, width, true, x + at);
                 }
             }
         };
@@ -313,8 +311,7 @@ void Step::attention(int index, const StepInput& input) {
             }
         }
         if (pairs) {
-            uint16_t* to = queries_.data() + static_cast<ptrdiff_t>(t) * keys_at;
-            for (int d = 0; d < keys_at; ++d) to[d] = float_to_bf16(row[d]);
+            kernels_.pack_row(row, keys_at, queries_.data() + static_cast<ptrdiff_t>(t) * keys_at, kChunk, 0, true);
         }
     });
     lap(Phase::rest);
