@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from kvloom.core.errors import CapacityError
+from kvloom.core.pages import HUGE_PAGE, huge_mapping
 from kvloom.core.sizes import format_bytes
 
-HUGE_PAGE = 2 * 2**20
 POISON = 0xFF  # every float dtype reads 0xFF… as NaN
 
 
@@ -36,12 +36,7 @@ def allocate_arena(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _map_anonymous(num_bytes: int) -> torch.Tensor:
-    # One huge page more than asked, so that the tensor can start on a huge-page boundary.
-    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages serves small ones
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
+    whole = torch.frombuffer(huge_mapping(num_bytes), dtype=torch.uint8)  # keeps the mapping alive
     start = -whole.data_ptr() % HUGE_PAGE
     arena = whole[start : start + num_bytes]
     _prefault(arena)

@@ -15,7 +15,7 @@ from kvloom.attention.batch import KVBatch
 from kvloom.attention.encoded import count_faults, encode_due
 from kvloom.core.layout import KVLayout
 from kvloom.kernels.cpu import CpuBackend
-from kvloom.kernels.packing import DTYPE_CODES, PackedLinear, pack_gated, pack_linear
+from kvloom.kernels.packing import DTYPE_CODES, PackedLinear, Packer
 from kvloom.models.native.encodings import Encodings
 from kvloom.models.native.shapes import ACTIVATIONS, SHAPES, activation_of, unrecognised
 
@@ -75,6 +75,7 @@ class NativeModel(nn.Module):
         self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []
         layers = list(body.layers)
         self._rope_types = self._find_rope_types(config)
+        self._packer = Packer(backend.variant)
         self._packed = [self._pack_layer(layer) for layer in layers]
         head = self._linear(model.lm_head)
         embedding = body.embed_tokens.weight
@@ -233,7 +234,7 @@ class NativeModel(nn.Module):
         return [None] if kinds is None else list(kinds)
 
     def _pack_layer(self, layer: Any) -> list[PackedLinear]:
-        attention, mlp, variant = layer.self_attn, layer.mlp, self._backend.variant
+        attention, mlp = layer.self_attn, layer.mlp
         if hasattr(attention, "qkv_proj"):  # Phi 3 stores them fused
             qkv = self._linear(attention.qkv_proj)
         else:
@@ -242,7 +243,7 @@ class NativeModel(nn.Module):
             if any(bias is None for bias in biases) != all(bias is None for bias in biases):
                 biases = [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
             bias = None if biases[0] is None else torch.cat(biases)
-            qkv = pack_linear(torch.cat([part.weight for part in parts]), bias, variant)
+            qkv = self._packer.linear(torch.cat([part.weight for part in parts]), bias)
         if hasattr(mlp, "gate_up_proj"):
             gate, up = mlp.gate_up_proj.weight.chunk(2)
             bias = mlp.gate_up_proj.bias
@@ -253,13 +254,13 @@ class NativeModel(nn.Module):
         return [
             qkv,
             self._linear(attention.o_proj),
-            pack_gated(gate, up, gate_biases, variant),
+            self._packer.gated(gate, up, gate_biases),
             self._linear(mlp.down_proj),
         ]
 
     def _linear(self, module: nn.Linear) -> PackedLinear:
         try:
-            return pack_linear(module.weight, module.bias, self._backend.variant)
+            return self._packer.linear(module.weight, module.bias)
         except ValueError as error:
             raise NoNativeStepError(str(error)) from error
 
