@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import platform
 import re
 import statistics
@@ -18,13 +17,12 @@ from typing import Any
 
 import torch
 
+from kvloom.core.pages import huge_mapping
+
 
 def huge_tensor(num_bytes: int) -> torch.Tensor:
     """uint8 [num_bytes] on huge pages where the system gives them, as the engine's arena is."""
-    memory = mmap.mmap(-1, num_bytes + (2 << 20))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+    return torch.frombuffer(huge_mapping(num_bytes), dtype=torch.uint8)[:num_bytes]
 
 
 def measure(functions: Sequence[Callable[[], object]], rounds: int) -> list[float]:

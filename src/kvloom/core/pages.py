@@ -17,7 +17,11 @@ def huge_mapping(num_bytes: int) -> mmap.mmap:
     Raises:
         OSError, ValueError, OverflowError: there is no such memory.
     """
-    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE)
+    length = num_bytes + HUGE_PAGE
+    if sys.platform == "win32":
+        return mmap.mmap(-1, length)
+    # Private: huge pages for shared mappings, which are the default, are another matter and mostly off.
+    mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)

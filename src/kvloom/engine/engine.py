@@ -525,7 +525,9 @@ class Engine:
             top = sequence.params.prompt_logprobs
             assert top is not None
             sequence.prompt_logprobs += prompt_logprobs(logits[low:high], following.tolist(), top)
-        return self._sample(logits, sampled)
+        outputs = self._sample(logits, sampled)
+        self.runner.recycle()
+        return outputs
 
     @staticmethod
     def _wanted_rows(

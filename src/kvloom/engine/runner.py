@@ -57,6 +57,12 @@ class ModelRunner:
             return self._call(ids, queries.positions, queries, tables, keep, tasks)
         return self._forward_tiles(chunks, ids, counts, firsts, tables, rows)
 
+    def recycle(self) -> None:
+        """The logits of the last ``forward`` are not read any more."""
+        recycle = getattr(self._model, "recycle", None)
+        if recycle is not None:
+            recycle()
+
     def _done(self, chunks: Seq[Chunk]) -> dict[int, list[int]]:
         """Per encoded group, how many blocks each chunk's sequence has encoded."""
         return {group: [chunk.sequence.cache.num_encoded[group] for chunk in chunks] for group in self._encoded}

@@ -204,14 +204,23 @@ def _choose(x: Tensor, first: int, batch: SamplingBatch) -> tuple[Tensor, Tensor
     greedy = batch.greedy[first : first + len(x)]
     if not any(greedy):
         return _draw(x, range(first, first + len(x)), batch)
-    best = x.max(-1)
+    tokens, values = _best(x)
     if all(greedy):
-        return best.indices, best.values.to(torch.float32)
+        return tokens, values
     drawn = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
     index = _index(drawn, x.device)
-    tokens, values = best.indices, best.values.to(torch.float32)
     tokens[index], values[index] = _draw(x[index], [first + i for i in drawn], batch)
     return tokens, values
+
+
+def _best(x: Tensor) -> tuple[Tensor, Tensor]:
+    """First places [R] int64 and values [R] float32 of the largest of x [R, V]; NaN counts as largest."""
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        # torch looks for places one element after the other there: five times as long.
+        places = torch.from_numpy(x.numpy().argmax(-1))
+        return places, x.gather(-1, places[:, None])[:, 0]
+    best = x.max(-1)
+    return best.indices, best.values.to(torch.float32)
 
 
 def _draw(x: Tensor, rows: Sequence[int], batch: SamplingBatch) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,8 @@ class NativeModel(nn.Module):
         self._layout, self._backend = layout, backend
         self._encodings: Encodings | None = None
         self._kept: list[torch.Tensor] = []  # what the native step holds by address
+        self._lent: torch.Tensor | None = None  # the last logits, which their reader may give back,
+        self._spare: torch.Tensor | None = None  # and those given back
         dtype = next(model.parameters()).dtype
         # Says the dtype and device of the model to those who ask any module for its parameters.
         self.anchor = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
@@ -169,7 +171,7 @@ class NativeModel(nn.Module):
             batches.append(backend.native_batch(store.arena, kv.tables[group], queries))
         if self._encodings is None or self._encodings.store is not store:
             self._encodings = Encodings(store, backend)
-        logits = torch.empty(len(rows), self._vocab, dtype=torch.float32)
+        logits = self._lend(len(rows) * self._vocab).view(len(rows), self._vocab)
         not_finite = self._step.run(
             ids.data_ptr(),
             positions.data_ptr(),
@@ -191,6 +193,18 @@ class NativeModel(nn.Module):
         if self._softcap:
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
         return StepOutput(logits.unsqueeze(0))
+
+    def recycle(self) -> None:
+        """The logits of the last pass are not read any more: the next may overwrite them.
+
+        Memory that is new to the process comes a page at a time, which costs more than what is written there.
+        """
+        self._spare, self._lent = self._lent, None
+
+    def _lend(self, count: int) -> torch.Tensor:
+        spare, self._spare = self._spare, None
+        self._lent = spare if spare is not None and len(spare) >= count else torch.empty(count, dtype=torch.float32)
+        return self._lent[:count]
 
     def _encode_tasks(self, kv: KVBatch) -> list[_cpu.EncodeTask]:
         """Per layer group, what the pass encodes natively; empty where that is nothing."""
