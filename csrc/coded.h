@@ -308,10 +308,11 @@ static const unsigned char* ahead(const unsigned char* const* block, const Coded
     return plane.bits == 8 || block[1] == nullptr ? block[1] : block[2];
 }
 
-// Scales and offsets; those of values are read block after block when the softmax is done.
-static void fetch_numbers(const unsigned char* block, const CodedPlane& plane, int size, int dim) {
+// Scales and offsets; those of values are read block after block when the softmax is done. Always inline: GCC drops
+// calls of a function that does nothing but fetch.
+[[gnu::always_inline]] static inline void fetch_numbers(const unsigned char* block, const CodedPlane& plane, int size, int dim) {
     if (plane.bits == 0) return;
-    const auto fetch = [&](int64_t place, int bytes) {
+    const auto fetch = [&](int64_t place, int bytes) __attribute__((always_inline)) {
         for (int at = 0; place >= 0 && at < bytes; at += 64) __builtin_prefetch(block + place + at, 0, 2);
     };
     fetch(plane.token_scale, 2 * size * plane.token_groups);
