@@ -15,72 +15,89 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// Calls f(levels, row, column) with every vector of level pairs of `rows` rows of `units` pairs, which lie in
-// planes as above; columns in bytes, rows in ascending order for each column. `next` is fetched meanwhile.
-template <int BITS, class F>
-[[gnu::always_inline]] inline void each_levels(const unsigned char* block, const CodedPart& part, int rows, int units, int from, int to,
-                 const unsigned char* next, F&& f) {
+template <int N>
+struct Bits {
+    static constexpr int value = N;
+};
+
+// Calls f(levels, row) for each of `rows` rows of `units` pairs of levels, which lie in planes as above, in ascending
+// order, with VECS vectors of them from byte `at` of the row on. `next`, where there is one, is fetched meanwhile.
+template <int BITS, int VECS, class F>
+[[gnu::always_inline]] inline void each_levels(const unsigned char* block, const CodedPart& part, int rows, int units,
+                                               int at, const unsigned char* next, F&& f) {
     using B = typename Vec::Bytes;
     const int row_bytes = 2 * units;
+    const ptrdiff_t to_next = next != nullptr ? next - block : 0;  // without one, what is here already is asked for
     const B levels = Vec::table(part.levels);
-    for (int at = from; at < to; at += Vec::kBytes) {
-        const unsigned char* low = block + part.codes[0] + at;
-        const unsigned char* ahead = next != nullptr ? next + part.codes[0] + at : nullptr;
-        const auto fetch = [&](const unsigned char* p) __attribute__((always_inline)) {
-            if (ahead != nullptr) __builtin_prefetch(p, 0, 2);
-        };
-        const auto level = [&](B codes) { return Vec::look_up(levels, codes); };
-        if constexpr (BITS == 8) {
-            for (int row = 0; row < rows; ++row, low += row_bytes) {
-                fetch(ahead + row * row_bytes);
-                f(Vec::load_bytes(low), row, at);
+    const unsigned char* low = block + part.codes[0] + at;
+    const auto load = [&](const unsigned char* from, B(&x)[VECS]) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; ++v) {
+            __builtin_prefetch(from + to_next + v * Vec::kBytes, 0, 2);
+            x[v] = Vec::load_bytes(from + v * Vec::kBytes);
+        }
+    };
+    if constexpr (BITS == 8) {
+        for (int row = 0; row < rows; ++row, low += row_bytes) {
+            B x[VECS];
+            load(low, x);
+            f(x, row);
+        }
+    } else if constexpr (BITS == 3) {
+        const unsigned char* high = block + part.codes[1] + at;
+        for (int row = 0; row < rows; row += 8, low += 2 * row_bytes, high += row_bytes) {
+            B first[VECS], second[VECS], top[VECS];
+            load(low, first);
+            load(low + row_bytes, second);
+            load(high, top);
+            const auto put = [&](const B(&two)[VECS], auto shift, auto top_shift, int to) __attribute__((always_inline)) {
+                B x[VECS];
+#pragma GCC unroll 2
+                for (int v = 0; v < VECS; ++v) {
+                    constexpr int up = decltype(top_shift)::value;
+                    B third;
+                    if constexpr (up < 0) {
+                        third = Vec::template bits_up<-up, 4>(top[v]);
+                    } else {
+                        third = Vec::template bits<up, 4>(top[v]);
+                    }
+                    x[v] = Vec::look_up(levels, Vec::either(Vec::template bits<decltype(shift)::value, 3>(two[v]), third));
+                }
+                f(x, to);
+            };
+            put(first, Bits<0>{}, Bits<-2>{}, row);
+            put(first, Bits<2>{}, Bits<-1>{}, row + 1);
+            put(first, Bits<4>{}, Bits<0>{}, row + 2);
+            put(first, Bits<6>{}, Bits<1>{}, row + 3);
+            put(second, Bits<0>{}, Bits<2>{}, row + 4);
+            put(second, Bits<2>{}, Bits<3>{}, row + 5);
+            put(second, Bits<4>{}, Bits<4>{}, row + 6);
+            put(second, Bits<6>{}, Bits<5>{}, row + 7);
+        }
+    } else {
+        for (int row = 0; row < rows; row += 8 / BITS, low += row_bytes) {
+            B codes[VECS];
+            load(low, codes);
+            const auto put = [&](auto nth) __attribute__((always_inline)) {
+                constexpr int n = decltype(nth)::value;
+                B x[VECS];
+#pragma GCC unroll 2
+                for (int v = 0; v < VECS; ++v) {
+                    x[v] = Vec::look_up(levels, Vec::template bits<n * BITS, (1 << BITS) - 1>(codes[v]));
+                }
+                f(x, row + n);
+            };
+            put(Bits<0>{});
+            put(Bits<1>{});
+            if constexpr (BITS < 4) {
+                put(Bits<2>{});
+                put(Bits<3>{});
             }
-        } else if constexpr (BITS == 4) {
-            for (int row = 0; row < rows; row += 2, low += row_bytes) {
-                fetch(ahead + row / 2 * row_bytes);
-                const B codes = Vec::load_bytes(low);
-                f(level(Vec::template bits<0, 15>(codes)), row, at);
-                f(level(Vec::template bits<4, 15>(codes)), row + 1, at);
-            }
-        } else if constexpr (BITS == 2) {
-            for (int row = 0; row < rows; row += 4, low += row_bytes) {
-                fetch(ahead + row / 4 * row_bytes);
-                const B codes = Vec::load_bytes(low);
-                f(level(Vec::template bits<0, 3>(codes)), row, at);
-                f(level(Vec::template bits<2, 3>(codes)), row + 1, at);
-                f(level(Vec::template bits<4, 3>(codes)), row + 2, at);
-                f(level(Vec::template bits<6, 3>(codes)), row + 3, at);
-            }
-        } else if constexpr (BITS == 1) {
-            for (int row = 0; row < rows; row += 8, low += row_bytes) {
-                fetch(ahead + row / 8 * row_bytes);
-                const B codes = Vec::load_bytes(low);
-                f(level(Vec::template bits<0, 1>(codes)), row, at);
-                f(level(Vec::template bits<1, 1>(codes)), row + 1, at);
-                f(level(Vec::template bits<2, 1>(codes)), row + 2, at);
-                f(level(Vec::template bits<3, 1>(codes)), row + 3, at);
-                f(level(Vec::template bits<4, 1>(codes)), row + 4, at);
-                f(level(Vec::template bits<5, 1>(codes)), row + 5, at);
-                f(level(Vec::template bits<6, 1>(codes)), row + 6, at);
-                f(level(Vec::template bits<7, 1>(codes)), row + 7, at);
-            }
-        } else {
-            const unsigned char* high = block + part.codes[1] + at;
-            const auto both = [&](B two, B top) { return level(Vec::either(two, top)); };
-            for (int row = 0; row < rows; row += 8, low += 2 * row_bytes, high += row_bytes) {
-                fetch(ahead + row / 4 * row_bytes);
-                fetch(ahead + (row / 4 + 1) * row_bytes);
-                fetch(ahead + part.codes[1] - part.codes[0] + row / 8 * row_bytes);
-                const B first = Vec::load_bytes(low), second = Vec::load_bytes(low + row_bytes);
-                const B top = Vec::load_bytes(high);
-                f(both(Vec::template bits<0, 3>(first), Vec::template bits_up<2, 4>(top)), row, at);
-                f(both(Vec::template bits<2, 3>(first), Vec::template bits_up<1, 4>(top)), row + 1, at);
-                f(both(Vec::template bits<4, 3>(first), Vec::template bits<0, 4>(top)), row + 2, at);
-                f(both(Vec::template bits<6, 3>(first), Vec::template bits<1, 4>(top)), row + 3, at);
-                f(both(Vec::template bits<0, 3>(second), Vec::template bits<2, 4>(top)), row + 4, at);
-                f(both(Vec::template bits<2, 3>(second), Vec::template bits<3, 4>(top)), row + 5, at);
-                f(both(Vec::template bits<4, 3>(second), Vec::template bits<4, 4>(top)), row + 6, at);
-                f(both(Vec::template bits<6, 3>(second), Vec::template bits<5, 4>(top)), row + 7, at);
+            if constexpr (BITS < 2) {
+                put(Bits<4>{});
+                put(Bits<5>{});
+                put(Bits<6>{});
+                put(Bits<7>{});
             }
         }
     }
@@ -90,11 +107,13 @@ template <int BITS, class F>
 template <int BITS>
 void decode_levels(const unsigned char* block, const CodedPart& part, int rows, int units, const unsigned char* next,
                    int16_t* out) {
-    each_levels<BITS>(block, part, rows, units, 0, 2 * units, next, [&](typename Vec::Bytes x, int row, int at) __attribute__((always_inline)) {
-        int16_t* to = out + static_cast<ptrdiff_t>(row) * 2 * units + at;
-        Vec::store_ints(to, Vec::widen_low(x));
-        Vec::store_ints(to + Vec::kBytes / 2, Vec::widen_high(x));
-    });
+    for (int at = 0; at < 2 * units; at += Vec::kBytes) {
+        each_levels<BITS, 1>(block, part, rows, units, at, next, [&](const typename Vec::Bytes(&x)[1], int row) __attribute__((always_inline)) {
+            int16_t* to = out + static_cast<ptrdiff_t>(row) * 2 * units + at;
+            Vec::store_ints(to, Vec::widen_low(x[0]));
+            Vec::store_ints(to + Vec::kBytes / 2, Vec::widen_high(x[0]));
+        });
+    }
 }
 
 static void decode(const unsigned char* block, const CodedPart& part, int rows, int units, const unsigned char* next,
@@ -180,58 +199,82 @@ static void levels_product(int rows, int columns, const Levels& o) {
     }
 }
 
-// The same product for few rows straight from the codes: columns [from, to) in bytes of all `steps` rows of levels.
-template <int BITS, int ROWS>
-void direct_tile(const unsigned char* block, const CodedPart& part, int steps, int units, int from, int to,
-                 const unsigned char* next, const Levels& o) {
+// The same product for few rows straight from the codes of `count` blocks, with the sums in registers; `a_step` int16
+// of the rows' numbers belong to each block.
+struct Codes {
+    const unsigned char* const* block;
+    int count;
+    const CodedPart& part;
+    int steps, units;
+    ptrdiff_t a_step;
+};
+
+template <int BITS, int ROWS, int VECS>
+void direct_tile(const Codes& codes, int at, const Levels& o, int32_t* c) {
     using I = typename Vec::I;
-    for (int at = from; at < to; at += Vec::kBytes) {
-        I acc[ROWS][2];
-        int32_t* c = o.c + (at - from) / 2;
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) {
-            acc[r][0] = o.accumulate ? Vec::load_ints(c + r * o.c_stride) : Vec::zero_ints();
-            acc[r][1] = o.accumulate ? Vec::load_ints(c + r * o.c_stride + Vec::W) : Vec::zero_ints();
-        }
-        each_levels<BITS>(block, part, steps, units, at, at + Vec::kBytes, next, [&](typename Vec::Bytes x, int step, int) __attribute__((always_inline)) {
-            const I low = Vec::widen_low(x), high = Vec::widen_high(x);
-#pragma GCC unroll 8
+    constexpr int W = Vec::W;
+    I acc[ROWS][2 * VECS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 2 * VECS; ++v) acc[r][v] = o.accumulate ? Vec::load_ints(c + r * o.c_stride + v * W) : Vec::zero_ints();
+    }
+    const int16_t* a = o.a;
+    const ptrdiff_t a_stride = o.a_stride;
+    for (int i = 0; i < codes.count; ++i, a += codes.a_step) {
+        each_levels<BITS, VECS>(codes.block[i], codes.part, codes.steps, codes.units, at, ahead(codes.block + i, 2 * codes.steps * codes.units),
+                                [&](const typename Vec::Bytes(&x)[VECS], int step) __attribute__((always_inline)) {
+            I wide[2 * VECS];
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; ++v) {
+                wide[2 * v] = Vec::widen_low(x[v]);
+                wide[2 * v + 1] = Vec::widen_high(x[v]);
+            }
+#pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
                 int32_t pair;
-                __builtin_memcpy(&pair, o.a + r * o.a_stride + 2 * step, 4);
-                acc[r][0] = Vec::add_pairs(acc[r][0], low, pair);
-                acc[r][1] = Vec::add_pairs(acc[r][1], high, pair);
+                __builtin_memcpy(&pair, a + r * a_stride + 2 * step, 4);
+#pragma GCC unroll 4
+                for (int v = 0; v < 2 * VECS; ++v) acc[r][v] = Vec::add_pairs(acc[r][v], wide[v], pair);
             }
         });
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) {
-            Vec::store_ints(c + r * o.c_stride, acc[r][0]);
-            Vec::store_ints(c + r * o.c_stride + Vec::W, acc[r][1]);
-        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 2 * VECS; ++v) Vec::store_ints(c + r * o.c_stride + v * W, acc[r][v]);
     }
 }
 
 static constexpr int kDirectRows = 4;
 
+// Columns [from, to) in bytes, from o.c on.
+template <int BITS, int ROWS>
+void direct_columns(const Codes& codes, int from, int to, const Levels& o) {
+    int at = from;
+    if constexpr (Vec::W > 8) {  // others have no registers for two vectors of codes
+        for (; at + 2 * Vec::kBytes <= to; at += 2 * Vec::kBytes) direct_tile<BITS, ROWS, 2>(codes, at, o, o.c + (at - from) / 2);
+    }
+    for (; at < to; at += Vec::kBytes) direct_tile<BITS, ROWS, 1>(codes, at, o, o.c + (at - from) / 2);
+}
+
 template <int BITS>
-void direct_rows(int rows, const unsigned char* block, const CodedPart& part, int steps, int units, int from, int to,
-                 const unsigned char* next, const Levels& o) {
+void direct_rows(int rows, const Codes& codes, int from, int to, const Levels& o) {
     switch (rows) {
-        case 1: return direct_tile<BITS, 1>(block, part, steps, units, from, to, next, o);
-        case 2: return direct_tile<BITS, 2>(block, part, steps, units, from, to, next, o);
-        case 3: return direct_tile<BITS, 3>(block, part, steps, units, from, to, next, o);
-        default: return direct_tile<BITS, 4>(block, part, steps, units, from, to, next, o);
+        case 1: return direct_columns<BITS, 1>(codes, from, to, o);
+        case 2: return direct_columns<BITS, 2>(codes, from, to, o);
+        case 3: return direct_columns<BITS, 3>(codes, from, to, o);
+        default: return direct_columns<BITS, 4>(codes, from, to, o);
     }
 }
 
-static void direct_product(int rows, const unsigned char* block, const CodedPart& part, int steps, int units, int from,
-                           int to, const unsigned char* next, const Levels& o) {
-    switch (part.bits) {
-        case 8: return direct_rows<8>(rows, block, part, steps, units, from, to, next, o);
-        case 4: return direct_rows<4>(rows, block, part, steps, units, from, to, next, o);
-        case 3: return direct_rows<3>(rows, block, part, steps, units, from, to, next, o);
-        case 1: return direct_rows<1>(rows, block, part, steps, units, from, to, next, o);
-        default: return direct_rows<2>(rows, block, part, steps, units, from, to, next, o);
+static void direct_product(int rows, const Codes& codes, int from, int to, const Levels& o) {
+    switch (codes.part.bits) {
+        case 8: return direct_rows<8>(rows, codes, from, to, o);
+        case 4: return direct_rows<4>(rows, codes, from, to, o);
+        case 3: return direct_rows<3>(rows, codes, from, to, o);
+        case 1: return direct_rows<1>(rows, codes, from, to, o);
+        default: return direct_rows<2>(rows, codes, from, to, o);
     }
 }
 
@@ -302,12 +345,6 @@ static void by_group(const unsigned char* from, int tokens, int groups, uint16_t
     }
 }
 
-// The block to fetch while one is read: the next one or, where a block is read in about the time that memory takes
-// to answer, the one after it. Lists of blocks end with two nulls.
-static const unsigned char* ahead(const unsigned char* const* block, const CodedPlane& plane) {
-    return plane.bits == 8 || block[1] == nullptr ? block[1] : block[2];
-}
-
 // Scales and offsets; those of values are read block after block when the softmax is done. Always inline: GCC drops
 // calls of a function that does nothing but fetch.
 [[gnu::always_inline]] static inline void fetch_numbers(const unsigned char* block, const CodedPlane& plane, int size, int dim) {
@@ -327,6 +364,16 @@ static void token_numbers(const unsigned char* block, const CodedPlane& plane, i
     const int groups = plane.token_groups;
     const auto read = [&](int at, float* to) {
         if (groups == 1) return halves(block + at, size, to);
+        if (groups == 2) {
+            const auto* pairs = reinterpret_cast<const uint16_t*>(block + at);
+            for (int t = 0; t < size; t += Vec::W) {
+                Vec::F first, second;
+                Vec::load_f16_pairs(pairs + 2 * t, first, second);
+                Vec::store(to + t, first);
+                Vec::store(to + size + t, second);
+            }
+            return;
+        }
         by_group(block + at, size, groups, reinterpret_cast<uint16_t*>(spare));
         halves(reinterpret_cast<const unsigned char*>(spare), size * groups, to);
     };
@@ -359,7 +406,7 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
         const Segment& segment = args.segments[i];
         const unsigned char* const* block = segment.blocks;
         for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
-            const unsigned char* const next = ahead(block, plane);
+            const unsigned char* const next = ahead(block, size * dim);
             fetch_numbers(*block, format.v_codes, size, format.v_dim);
             if (next != nullptr) fetch_numbers(next, plane, size, dim);
             const bool direct = segment.rows <= kDirectRows && groups == 1;
@@ -400,7 +447,7 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
                 if (direct) {
                     for (int p = 0; p < plane.num_parts; ++p) {
                         const CodedPart& part = plane.parts[p];
-                        direct_product(segment.rows, *block, part, part.channels / 2, size, 0, 2 * size, next, o);
+                        direct_product(segment.rows, {block, 1, part, part.channels / 2, size, 0}, 0, 2 * size, o);
                         o.a += part.channels;
                         o.accumulate = true;
                     }
@@ -480,9 +527,14 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
     for (int r = 0; r < args.rows; ++r) {
         __builtin_memset(by_channel ? static_cast<void*>(args.out + r * args.out_stride) : s.sums + r * kChunk, 0, dim * 4);
     }
+    const auto is_direct = [&](const Segment& segment) { return segment.rows <= kDirectRows && 2 * width % Vec::kBytes == 0; };
     each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
-        const unsigned char* const next = ahead(block, plane);
-        const bool direct = segment.rows <= kDirectRows && 2 * width % Vec::kBytes == 0;
+        const unsigned char* const next = ahead(block, size * dim);
+        const bool direct = is_direct(segment);
+        // Without scales of a block's own, its few rows' products go through all of a segment's blocks at once.
+        const bool through = direct && !by_channel;
+        if (through && start != segment.first / size * size) return;
+        const int count = through ? (segment.end + size - 1) / size - segment.first / size : 1;
         if (!direct) decode(*block, plane.parts[0], size / 2, dim, next, s.levels);
         for (int g = 0; g < groups; ++g) {
             Levels o;
@@ -495,7 +547,8 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
             o.c_stride = kChunk;
             o.accumulate = !by_channel;
             if (direct) {
-                direct_product(segment.rows, *block, plane.parts[0], size / 2, dim, 2 * g * width, 2 * (g + 1) * width, next, o);
+                direct_product(segment.rows, {block, count, plane.parts[0], size / 2, dim, size}, 2 * g * width,
+                               2 * (g + 1) * width, o);
             } else {
                 levels_product(segment.rows, width, o);
             }
@@ -617,7 +670,7 @@ static void small_float_scores(const ChunkArgs& args, const CodedScratch& s) {
         const Segment& segment = args.segments[i];
         const unsigned char* const* block = segment.blocks;
         for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
-            const unsigned char* const next = ahead(block, plane);
+            const unsigned char* const next = ahead(block, size * dim);
             fetch_numbers(*block, format.v_codes, size, format.v_dim);
             if (next != nullptr) fetch_numbers(next, plane, size, dim);
             token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
@@ -648,7 +701,7 @@ static void small_float_outputs(const ChunkArgs& args, const CodedScratch& s, in
         const Segment& segment = args.segments[i];
         const unsigned char* const* block = segment.blocks;
         for (int start = segment.first / size * size; start < segment.end; start += size, ++block) {
-            const unsigned char* const next = ahead(block, plane);
+            const unsigned char* const next = ahead(block, size * dim);
             token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
             float* const weights = args.scores + static_cast<ptrdiff_t>(segment.row) * kLda + start;
             for (int r = 0; r < segment.rows; ++r) {

@@ -23,7 +23,8 @@ void linear_panel(const LinearArgs& args) {
         const int inner = args.inner - done < piece ? args.inner - done : piece;
         // Panels follow each other in memory, so what comes next is the next panel's beginning at the latest;
         // beyond the last panel a prefetch does no harm.
-        const unsigned char* const blocks[] = {weights, weights + piece * kPanel * item};
+        const unsigned char* const following = weights + piece * kPanel * item;
+        const unsigned char* const blocks[] = {weights, following, following};
         Operands o;
         o.a = static_cast<const typename T::A*>(args.a) + done / kChunk * args.chunk_stride + done % kChunk;
         o.block = blocks;

@@ -46,9 +46,14 @@ struct Same<X, X> {
     static constexpr bool value = true;
 };
 
+// The block to fetch while `bytes` of one are read: the next one or, where they are read in about the time that memory
+// takes to answer, the one after it. Lists of the cache's blocks end with two nulls.
+static inline const unsigned char* ahead(const unsigned char* const* block, ptrdiff_t bytes) {
+    return bytes > 8192 || block[1] == nullptr ? block[1] : block[2];
+}
+
 // B is one plane of `blocks` blocks, `steps` rows of each from `b_offset` bytes after the block's start;
-// A goes on from block to block. The blocks' list has one entry more, the block that will be read next,
-// or null. With `prefetch`, as much of it is fetched as is read here.
+// A goes on from block to block. With `prefetch`, as much of the block that is ahead is fetched as is read here.
 struct Operands {
     const void* a;
     const unsigned char* const* block;
@@ -73,6 +78,7 @@ void product_tile(const Operands& o, int row, int column) {
     float* c = o.c + row * o.c_stride + column;
     const ptrdiff_t b_stride = o.b_stride;
     const int steps = o.steps;
+    const ptrdiff_t plane_bytes = b_stride * steps * static_cast<ptrdiff_t>(sizeof(typename T::B));
 
     F acc[ROWS][VECS];
 #pragma GCC unroll 16
@@ -92,7 +98,7 @@ void product_tile(const Operands& o, int row, int column) {
         const unsigned char* start = o.block[block];
         const auto* b = reinterpret_cast<const typename T::B*>(start + o.b_offset) + column * T::P;
         // The tiles of a row of C fetch the next block's plane in order, each as many bytes as it reads.
-        const char* next = o.prefetch ? reinterpret_cast<const char*>(o.block[block + 1]) : nullptr;
+        const char* next = o.prefetch ? reinterpret_cast<const char*>(ahead(o.block + block, plane_bytes)) : nullptr;
         if (next != nullptr) {
             next += o.b_offset + static_cast<ptrdiff_t>(column) * T::P * static_cast<int>(sizeof(typename T::B)) * steps;
         }

@@ -92,6 +92,15 @@ struct Vec {
     static F load_f16(const uint16_t* p) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
+    // W pairs of numbers: first ones and second ones.
+    static void load_f16_pairs(const uint16_t* p, F& first, F& second) {
+        const I pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        const auto halves = [](I x) {  // lower 16 bits of each lane
+            return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0xd8)));
+        };
+        first = halves(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff)));
+        second = halves(_mm256_srli_epi32(pairs, 16));
+    }
     static void store_f16(uint16_t* p, F x) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
     }

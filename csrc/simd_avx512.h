@@ -69,6 +69,12 @@ struct Vec {
     static F load_f16(const uint16_t* p) {
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }
+    // W pairs of numbers: first ones and second ones.
+    static void load_f16_pairs(const uint16_t* p, F& first, F& second) {
+        const I pairs = _mm512_loadu_si512(p);
+        first = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
+        second = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+    }
     static F load_f16_half(const uint16_t* p) {
         return _mm512_cvtph_ps(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
     }

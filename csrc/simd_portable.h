@@ -56,6 +56,13 @@ struct Vec {
     static F load_f16(const uint16_t* p) {
         return F{f16_to_float(p[0]), f16_to_float(p[1]), f16_to_float(p[2]), f16_to_float(p[3])};
     }
+    // W pairs of numbers: first ones and second ones.
+    static void load_f16_pairs(const uint16_t* p, F& first, F& second) {
+        for (int i = 0; i < W; ++i) {
+            first[i] = f16_to_float(p[2 * i]);
+            second[i] = f16_to_float(p[2 * i + 1]);
+        }
+    }
     static void store_f16(uint16_t* p, F x) {
         for (int i = 0; i < W; ++i) p[i] = float_to_f16(x[i]);
     }

@@ -15,6 +15,7 @@ namespace {
 // Rows that one reading of a panel serves: their activations stay in the second-level cache.
 constexpr int kRowBlock = 128;
 constexpr int kSmallRows = 16;  // up to here the rows' work between products is not worth waking threads
+constexpr int kSmallTurns = 3;  // nor that of turning their queries
 // Panels that a thread reads in a row, at most, and how many runs each thread should find.
 constexpr int kMostPanels = 8, kRunsPerThread = 6;
 
@@ -376,9 +377,12 @@ void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attent
     encoded.q_dtype = DType::f32;
     encoded.q_token_stride = layer.qkv.outputs;
     encoded.q_head_stride = k_dim;
+    // Where vectors are turned, even few rows are work for all threads.
+    const bool turns = encoding.query_turn != nullptr || encoding.output_turn != nullptr;
+    const bool wide = tokens > (turns ? kSmallTurns : kSmallRows);
     if (encoding.query_turn != nullptr) {
         float* const turned = grow(turned_, rows * k_dim);
-        each(tokens, tokens > kSmallRows, [&](int t) {
+        each(tokens, wide, [&](int t) {
             for (int head = 0; head < heads; ++head) {
                 const int64_t of_head = layer.place * raw.num_heads + head / group;
                 const float* turn = encoding.query_turn + (encoding.turns_by_head ? of_head * k_dim * k_dim : 0);
@@ -401,7 +405,7 @@ void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attent
     }
     attend(kernels_, calls, encoding.sinks > 0 ? 3 : 2, parallel_);
 
-    each(tokens, tokens > kSmallRows, [&](int t) {
+    each(tokens, wide, [&](int t) {
         float back[kMaxDim];
         for (int head = 0; head < heads; ++head) {
             const size_t row = static_cast<size_t>(t) * heads + head;
