@@ -2,6 +2,7 @@
 
     python bench/attention.py [--json] [--rounds N] [--only decode|prefill] [--isa NAME] [--match TEXT]
     python bench/attention.py --pools     # how threads are shared with torch, see docs/kernels.md
+    python bench/attention.py --ragged    # sequences of unequal lengths against equal ones of as many tokens
 
 Measures, in this order: read bandwidth (all threads), matrix peak (fp32 and bf16 products of torch), then per cell
 ours and torch's sdpa on contiguous tensors, interleaved over several rounds; each figure is the median of the
@@ -18,6 +19,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -48,6 +50,12 @@ GEMMA3_WINDOW = Shape("Gemma3-270M window", 15, 4, 1, 256, 512)
 DECODE = ((1, 512), (1, 4096), (8, 512), (8, 4096))
 PREFILL = (512, 1024, 2048, 4096)
 CHUNK = 512
+RAGGED = (
+    (4096,) * 8,
+    (8192, 8192, 6144, 4096, 3072, 2048, 768, 256),
+    (32768 - 7 * 256, *(256,) * 7),
+    (*(2048,) * 8, *(512,) * 24, *(64,) * 64),
+)
 
 
 @dataclass
@@ -179,6 +187,35 @@ COLUMNS = (("ours ms", 9), ("torch ms", 9), ("ratio", 6), ("bound ms", 9), ("rea
 HEADER = f"{'cell':42} " + " ".join(f"{title:>{width}}" for title, width in COLUMNS)
 
 
+def compare_ragged(rounds: int) -> dict[str, float]:
+    """Milliseconds of decode attention in all layers of SmolLM2, in bf16, over batches of as many cached tokens."""
+    backend = CpuBackend()
+    cache = Cache(backend, SMOLLM2, 1, max(sum(lengths) for lengths in RAGGED), torch.bfloat16)
+    every = cache.tables.flatten()
+
+    def job(lengths: tuple[int, ...]) -> Callable[[], None]:
+        blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+        tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)
+        for row, part in enumerate(every[: sum(blocks)].split(blocks)):
+            tables[row, : len(part)] = part
+        batch = QueryBatch.build([1] * len(lengths), [length - 1 for length in lengths], CPU)
+        q = torch.randn(batch.num_tokens, SMOLLM2.query_heads, SMOLLM2.dim).bfloat16()
+
+        def run() -> None:
+            for layer in cache.layers:
+                backend.attend(
+                    q, cache.arena, cache.fmt, layer * cache.fmt.layer_bytes, tables, batch, scale=SMOLLM2.dim**-0.5
+                )
+
+        return run
+
+    names = [
+        ", ".join(f"{lengths.count(length)} × {length}" for length in sorted(set(lengths), reverse=True))
+        for lengths in RAGGED
+    ]
+    return dict(zip(names, measure([job(lengths) for lengths in RAGGED], rounds), strict=True))
+
+
 def show(cell: Cell) -> None:
     print(
         f"{cell.name:42} {cell.ours_ms:9.2f} {cell.torch_ms:9.2f} {cell.torch_ms / cell.ours_ms:6.2f} "
@@ -197,10 +234,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--match", default="", help="only cells whose name contains this")
     parser.add_argument("--pools", action="store_true", help="compare thread pools instead")
+    parser.add_argument("--ragged", action="store_true", help="compare batches of unequal lengths instead")
     options = parser.parse_args()
-    if options.pools:
-        result = compare_pools(options.rounds)
-        print(json.dumps(result) if options.json else "\n".join(f"{k:20} {v:8.2f} ms" for k, v in result.items()))
+    if options.pools or options.ragged:
+        result = compare_pools(options.rounds) if options.pools else compare_ragged(options.rounds)
+        width = max(map(len, result))
+        print(json.dumps(result) if options.json else "\n".join(f"{k:{width}} {v:8.2f} ms" for k, v in result.items()))
         return
     output, sys.stdout = sys.stdout, sys.stderr if options.json else sys.stdout
 

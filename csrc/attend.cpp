@@ -1,4 +1,4 @@
-// Runs a plan: threads take its items from a counter. An item that holds all of its strips' keys
+// Runs a plan: threads take its items (shares.h). An item that holds all of its strips' keys
 // finishes their rows; of the others, which leave partial results in scratch, whoever is the last
 // to work on a strip folds them.
 
@@ -11,6 +11,8 @@
 #include <optional>
 #include <stdexcept>
 #include <vector>
+
+#include "shares.h"
 
 namespace kvloom {
 namespace {
@@ -72,13 +74,12 @@ public:
         : kernels_(kernels), plan_(plan), format_(plan.format), attention_(attention),
           layer_(plan.arena + layer_offset),
           dot_(kernels.has_dot && !format_.coded() && format_.dtype == DType::bf16 && attention.q_dtype == DType::bf16),
-          partials_(shared.partials.get(plan.partials)), left_(shared.counters(plan.counts)) {}
+          partials_(shared.partials.get(plan.partials)), left_(shared.counters(plan.counts)),
+          shares_(static_cast<int64_t>(plan.items.size()), plan.num_threads) {}
 
     void work() {
         static thread_local Workspace workspace;
-        for (size_t i = next_.fetch_add(1); i < plan_.items.size(); i = next_.fetch_add(1)) {
-            run(plan_.items[i], workspace);
-        }
+        shares_.work([&](int64_t item) { run(plan_.items[item], workspace); });
     }
 
 private:
@@ -286,7 +287,7 @@ private:
     const bool dot_;
     float* const partials_;
     std::atomic<int>* const left_;
-    std::atomic<size_t> next_{0};
+    Shares shares_;
 };
 
 // The plan of this thread that fits, or else a new one in the place of the oldest.

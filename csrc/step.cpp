@@ -1,12 +1,12 @@
 #include "step.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <stdexcept>
 
 #include "convert.h"
+#include "shares.h"
 #include "write.h"
 
 namespace kvloom {
@@ -67,17 +67,20 @@ Step::Times Step::take_times() {
 // body(item) for every item, over the threads if `wide`.
 template <class F>
 void Step::each(int items, bool wide, F&& body) {
+    if (!wide || items <= 1) {
+        for (int i = 0; i < items; ++i) body(i);
+        return;
+    }
     struct Work {
         F& body;
-        int items;
-        std::atomic<int> next{0};
-    } work{body, items};
+        Shares shares;
+    } work{body, Shares(items, parallel_.num_threads())};
     parallel_.run(
         [](void* data) {
             auto& work = *static_cast<Work*>(data);
-            for (int i = work.next.fetch_add(1); i < work.items; i = work.next.fetch_add(1)) work.body(i);
+            work.shares.work([&](int64_t item) { work.body(static_cast<int>(item)); });
         },
-        &work, wide && items > 1);
+        &work, true);
 }
 
 // Room for `rows` rows of activations as LinearArgs::a wants them; padding lanes are never read.

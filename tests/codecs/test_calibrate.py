@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvloom.codecs.calibrate import LayerSample, calibrate
+from kvloom.codecs.moments import Moments
 from kvloom.core.errors import CodecError
 
 from .world import gaussian
@@ -42,6 +43,34 @@ def test_a_key_basis_follows_the_queries_that_weigh() -> None:
     even = LayerSample(keys=keys, values=keys, queries=queries)
     first, second = (calibrate({0: one}, weights_digest="w") for one in (unheard, even))
     assert first.digest == second.digest
+
+
+def test_moments_of_windows_are_those_of_all_their_tokens() -> None:
+    keys, values = gaussian(300, 2, 16, seed=7) + 9.0, gaussian(300, 2, 8, seed=8)
+    queries, weights = gaussian(300, 4, 16, seed=9), gaussian(300, 4, seed=10).abs()
+    sums = Moments(2, 16, 8)
+    for rows in (slice(0, 100), slice(100, 300)):
+        sums.add(keys[rows], values[rows], queries[rows], weights[rows])
+    sample = LayerSample(keys=keys, values=values, queries=queries, query_weights=weights)
+    found, whole = (
+        calibrate({}, moments={0: sums}, weights_digest="w"),
+        calibrate({0: sample}, weights_digest="w"),
+    )
+    assert found.tensors.keys() == whole.tensors.keys()
+    for name, tensor in whole.tensors.items():
+        torch.testing.assert_close(found.tensors[name], tensor, atol=2e-3, rtol=2e-3)
+
+
+def test_moments_go_before_the_sample_that_has_levels() -> None:
+    rows = gaussian(40, 1, 8, seed=11)
+    sums = Moments(1, 8, 8)
+    sums.add(rows + 5.0, rows)
+    made = calibrate({0: LayerSample(keys=rows, values=rows, raw_keys=rows)}, moments={0: sums}, weights_digest="w")
+    assert torch.allclose(made.get("key_mean", 0, (1, 8)), rows.mean(dim=0) + 5.0, atol=1e-5)
+    assert made.get("key_levels3", 0, (2, 8)).isfinite().all()
+    sums.add(rows / 0.0, rows)
+    with pytest.raises(CodecError, match="not finite"):
+        calibrate({}, moments={0: sums}, weights_digest="w")
 
 
 def test_percentiles_leave_one_percent_outside() -> None:

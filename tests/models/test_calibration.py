@@ -50,6 +50,18 @@ def test_it_holds_what_eager_attention_shows(made: Calibration) -> None:
     assert made.weights_digest == loaded.weights_digest
 
 
+def test_windows_take_turns_at_the_positions_of_the_context() -> None:
+    loaded = load_tiny("llama")
+    table = rope_table(loaded.model, 512, 32)
+    assert table is not None
+    window = windows()[0]
+    once, twice = (collect(loaded, [window] * count, None, fisher=False, about=ABOUT) for count in (1, 2))
+    here = once.get("key_mean", 1, (2, 32))
+    there = table.rotate(here.reshape(1, 2, 1, 32), torch.tensor([[len(window)]])).reshape(2, 32)
+    assert float((there - here).abs().max()) > 0.01
+    torch.testing.assert_close(twice.get("key_mean", 1, (2, 32)), (here + there) / 2, atol=1e-5, rtol=1e-4)
+
+
 def test_the_model_is_left_as_it_was() -> None:
     loaded = load_tiny("llama")
     collect(loaded, windows()[:1], None, fisher=False, about=ABOUT)

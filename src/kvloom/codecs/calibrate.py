@@ -11,6 +11,7 @@ from kvloom.codecs.calibration import Calibration
 from kvloom.codecs.key_basis import key_basis
 from kvloom.codecs.kvquant import middle_and_reach, normalise_values
 from kvloom.codecs.levels import matched_levels, weighted_levels
+from kvloom.codecs.moments import Moments
 from kvloom.codecs.numbers import finite
 from kvloom.core.errors import CodecError
 
@@ -40,14 +41,22 @@ class LayerSample:
 
 
 def calibrate(
-    samples: Mapping[int, LayerSample], *, weights_digest: str, about: Mapping[str, str] | None = None
+    samples: Mapping[int, LayerSample],
+    *,
+    moments: Mapping[int, Moments] | None = None,
+    weights_digest: str,
+    about: Mapping[str, str] | None = None,
 ) -> Calibration:
     """Statistics of ``samples``, one entry per model layer.
+
+    ``moments`` are sums over more tokens than can be kept; where a layer has them, means, variances
+    and bases come from them and its sample, if any, is asked for kvquant's ranges and levels only.
 
     Raises:
         CodecError: a layer has no tokens, or values that are not finite.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    summed = dict(moments or {})
+    found: dict[int, dict[str, torch.Tensor]] = {}
     for layer, sample in samples.items():
         if sample.keys.shape[0] < 2 or sample.keys.shape[:2] != sample.values.shape[:2]:
             raise CodecError(
@@ -58,44 +67,33 @@ def calibrate(
             vectors = getattr(sample, name)
             if vectors is not None and not bool(torch.isfinite(vectors).all()):
                 raise CodecError(f"layer {layer}: {name} that are not finite; the model cannot be calibrated")
-        for kind, tensor in _layer_statistics(sample).items():
-            tensors[f"{kind}.{layer}"] = tensor
+        found[layer] = {}
+        if sample.raw_keys is not None:
+            found[layer] |= _key_levels(sample.raw_keys, sample.raw_key_gradients)
+            found[layer] |= _value_levels(sample.values, sample.value_gradients)
+        if layer not in summed:
+            heads, dim = sample.keys.shape[1:]
+            summed[layer] = Moments(heads, dim, sample.values.shape[2])
+            summed[layer].add(sample.keys, sample.values, sample.queries, sample.query_weights)
+    for layer, sums in summed.items():
+        if not sums.finite():
+            raise CodecError(f"layer {layer}: vectors that are not finite; the model cannot be calibrated")
+        found[layer] = _moment_statistics(sums) | found.get(layer, {})
+    tensors = {f"{kind}.{layer}": tensor.float() for layer, kinds in found.items() for kind, tensor in kinds.items()}
     return Calibration(tensors, weights_digest=weights_digest, about=about)
 
 
-def _layer_statistics(sample: LayerSample) -> dict[str, torch.Tensor]:
-    keys, values = sample.keys.double(), sample.values.double()
+def _moment_statistics(sums: Moments) -> dict[str, torch.Tensor]:
     found = {
-        "key_mean": keys.mean(dim=0),
-        "value_mean": values.mean(dim=0),
-        "key_square": keys.var(dim=0, correction=0),
-        "value_square": values.var(dim=0, correction=0),
+        "key_mean": sums.key_mean,
+        "value_mean": sums.value_mean,
+        "key_square": sums.key_covariance.diagonal(dim1=1, dim2=2).clamp_min(0.0),
+        "value_square": sums.value_variance,
     }
-    if sample.queries is not None:
-        tokens, heads, dim = keys.shape
-        grouped = sample.queries.double().reshape(tokens, heads, -1, dim)
-        found["query_square"] = grouped.square().mean(dim=(0, 2))
-    centred = (keys - found["key_mean"]).transpose(0, 1)
-    basis, found["key_importance"] = key_basis(centred.mT @ centred / keys.shape[0], _query_moments(sample))
-    found["key_basis"] = basis.half()  # rounded, as files keep it
-    if sample.raw_keys is not None:
-        found |= _key_levels(sample.raw_keys, sample.raw_key_gradients)
-        found |= _value_levels(sample.values, sample.value_gradients)
-    return {kind: tensor.float() for kind, tensor in found.items()}
-
-
-def _query_moments(sample: LayerSample) -> torch.Tensor:
-    """float64 [H, d, d]: the weighted mean of q qᵀ over the queries that read each head."""
-    tokens, heads, dim = sample.keys.shape
-    if sample.queries is None:
-        return torch.eye(dim, dtype=torch.float64).expand(heads, dim, dim)
-    queries = sample.queries.double().reshape(tokens, heads, -1, dim).transpose(0, 1).flatten(1, 2)
-    weights = torch.ones(queries.shape[:2], dtype=torch.float64)
-    if sample.query_weights is not None:
-        given = sample.query_weights.double().reshape(tokens, heads, -1).transpose(0, 1).flatten(1, 2)
-        weights = torch.where(given.sum(dim=1, keepdim=True) > 0, given, weights)
-    weighted = queries * weights.unsqueeze(-1)
-    return weighted.mT @ queries / weights.sum(dim=1)[:, None, None]
+    if sums.query_square is not None:
+        found["query_square"] = sums.query_square
+    basis, found["key_importance"] = key_basis(sums.key_covariance, sums.query_products)
+    return found | {"key_basis": basis.half()}  # rounded, as files keep it
 
 
 def _key_levels(raw_keys: torch.Tensor, gradients: torch.Tensor | None) -> dict[str, torch.Tensor]:

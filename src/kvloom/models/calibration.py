@@ -1,7 +1,7 @@
 """Collect what calibrated codecs learn from: a model reads text, and every layer's vectors are kept.
 
-The model runs in float32 with plain causal attention. With ``fisher`` it runs backward too: squared
-gradients of the loss are the weights of kvquant's levels.
+The model runs in float32 with plain causal attention. With ``fisher`` it runs backward too, on the first
+part of each window: squared gradients of the loss are the weights of kvquant's levels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from kvloom.codecs.calibrate import LayerSample, calibrate
 from kvloom.codecs.calibration import Calibration
+from kvloom.codecs.moments import Moments
 from kvloom.codecs.rope import RopeTable
 from kvloom.core.errors import CodecError, RequestError
 from kvloom.models.cachedir import cache_directory
@@ -22,7 +23,10 @@ from kvloom.models.loader import LoadedModel
 ATTENTION = "kvloom_calibration"
 SKIPPED = 16  # first tokens of a window, whose keys are unlike all others
 RECENT = 64  # tokens before a query that codecs with bases leave raw by default
-WINDOW = 1024
+WINDOW = 4096
+CONTEXT = 8192  # positions that a calibration is made for, where the model has as many
+LEVEL_TOKENS = 1024  # of each window, for kvquant's levels: gradients need a whole pass in memory
+QUERY_ROWS = 256  # attended at once
 
 
 def calibration_path(weights_digest: str, cache_dir: str | None) -> Path:
@@ -78,15 +82,81 @@ def collect(
 ) -> Calibration:
     """A calibration of ``loaded`` (float32, transformers' code) from ``windows`` of token ids, int64 [T] each.
 
+    RoPE turns keys by their positions, so what is learnt at some says little of others: windows take
+    turns at the positions up to ``CONTEXT``. If there is a rotary table, the model reads the first
+    ``LEVEL_TOKENS`` of each again, for kvquant's levels.
+
     Raises:
         CodecError: the model keeps latents, which no calibrated codec takes.
     """
-    layout = loaded.layout
-    if any(group.planes[0].name != "k" for group in layout.groups):
+    if any(group.planes[0].name != "k" for group in loaded.layout.groups):
         raise CodecError("calibration is for keys and values; this model keeps latents: use int8 or turboquant4 for it")
-    seen: dict[int, list[torch.Tensor]] = {}
+    moments: dict[int, Moments] = {}
+    with _Observer(loaded) as observer, torch.no_grad():
+        for index, tokens in enumerate(windows):
+            places = max(1, min(CONTEXT, loaded.max_model_len) // len(tokens))
+            observer.read(tokens, first_position=index % places * len(tokens))
+            for layer, (query, key, value, weights) in observer.seen.items():
+                if layer not in moments:
+                    moments[layer] = Moments(key.shape[1], key.shape[3], value.shape[3])
+                moments[layer].add(_rows(key), _rows(value), _rows(query), _rows(weights).squeeze(-1))
+    parts: dict[int, list[LayerSample]] = {}
+    if rope is not None:
+        with _Observer(loaded, retain_grad=fisher) as observer, torch.set_grad_enabled(fisher):
+            for tokens in windows:
+                start = tokens[:LEVEL_TOKENS]
+                logits = observer.read(start)
+                if fisher:
+                    loss = torch.nn.functional.cross_entropy(logits[:-1].float(), start[1:], reduction="sum")
+                    torch.autograd.backward(loss)
+                for layer, (_, key, value, _) in observer.seen.items():
+                    parts.setdefault(layer, []).append(_sample(key, value, rope, fisher=fisher))
+    joined = {layer: _join(samples) for layer, samples in parts.items()}
+    return calibrate(joined, moments=moments, weights_digest=loaded.weights_digest, about=about)
 
-    def attention(
+
+class _Observer:
+    """The model with an attention that keeps what each storing layer is given; within ``with``.
+
+    ``seen`` holds, of the last text read, each layer's queries, keys, values [1, heads, T, dim] and by
+    how far each query's attention follows its logits: Σ p (1 − p) over the keys that would be coded,
+    [1, heads, T, 1]. With ``retain_grad`` keys and values keep their gradient.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, retain_grad: bool = False) -> None:
+        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._model = loaded.model
+        self._layout = loaded.layout
+        self._retain_grad = retain_grad
+
+    def __enter__(self) -> _Observer:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, self._attention)
+        self._before = self._model.config._attn_implementation
+        self._model.set_attn_implementation(ATTENTION)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._model.set_attn_implementation(self._before)
+        self.seen.clear()
+
+    def read(self, tokens: torch.Tensor, first_position: int = 0) -> torch.Tensor:
+        """Logits [T, vocab]; of the last token only where no gradient is asked for."""
+        self.seen.clear()
+        embedded = self._model.get_input_embeddings()(tokens.unsqueeze(0))
+        if self._retain_grad:
+            embedded = embedded.detach().requires_grad_()
+        logits: torch.Tensor = self._model(
+            inputs_embeds=embedded,
+            position_ids=first_position + torch.arange(len(tokens)).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=0 if self._retain_grad else 1,
+        ).logits[0]
+        return logits
+
+    def _attention(
+        self,
         module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -98,72 +168,47 @@ def collect(
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = module.layer_idx
-        if fisher:
+        if self._retain_grad:
             for x in (key, value):
                 x.retain_grad()
         groups = query.shape[1] // key.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        logits = query @ k.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        at = torch.arange(key.shape[2])
-        lag = at[:, None] - at[None, :]
-        window = layout.groups[layout.homes[layer][0]].window
-        logits = logits.masked_fill((lag < 0) | (lag >= (window or len(at))), float("-inf"))
-        if s_aux is not None:
-            column = s_aux.view(1, -1, 1, 1).expand(1, -1, len(at), 1)
-            logits = torch.cat([logits, column.to(logits.dtype)], -1)
-        weights = torch.softmax(logits, -1)[..., : len(at)]
-        if layer not in layout.shared:
+        length = key.shape[2]
+        window = self._layout.groups[self._layout.homes[layer][0]].window or length
+        outputs, followed = [], []
+        for first in range(0, length, QUERY_ROWS):
+            rows = query[:, :, first : first + QUERY_ROWS]
+            end = first + rows.shape[2]  # no row reads further
+            logits = rows @ k[:, :, :end].mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            at = torch.arange(end)
+            lag = torch.arange(first, end)[:, None] - at[None, :]
+            logits = logits.masked_fill((lag < 0) | (lag >= window), float("-inf"))
+            if s_aux is not None:
+                column = s_aux.view(1, -1, 1, 1).expand(1, -1, len(lag), 1)
+                logits = torch.cat([logits, column.to(logits.dtype)], -1)
+            weights = torch.softmax(logits, -1)[..., :end]
+            outputs.append(weights @ v[:, :, :end])
             coded = weights.detach() * ((lag >= RECENT) & (at >= SKIPPED))
-            seen[layer] = [query, key, value, (coded - coded.square()).sum(-1, keepdim=True)]
-        return (weights @ v).transpose(1, 2), None
-
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, attention)
-    model = loaded.model
-    before = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION)
-    parts: dict[int, list[LayerSample]] = {}
-    with torch.set_grad_enabled(fisher):
-        for tokens in windows:
-            embedded = model.get_input_embeddings()(tokens.unsqueeze(0))
-            inputs = embedded.detach().requires_grad_() if fisher else embedded
-            logits = model(inputs_embeds=inputs, use_cache=False).logits[0]
-            if fisher:
-                loss = torch.nn.functional.cross_entropy(logits[:-1].float(), tokens[1:], reduction="sum")
-                torch.autograd.backward(loss)
-            for layer, (query, key, value, weights) in seen.items():
-                parts.setdefault(layer, []).append(_sample(query, key, value, weights, rope, fisher=fisher))
-            seen.clear()
-    model.set_attn_implementation(before)
-    joined = {layer: _join(samples) for layer, samples in parts.items()}
-    return calibrate(joined, weights_digest=loaded.weights_digest, about=about)
+            followed.append((coded - coded.square()).sum(-1, keepdim=True))
+        if layer not in self._layout.shared:
+            self.seen[layer] = (query, key, value, torch.cat(followed, dim=2))
+        return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-def _sample(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_weights: torch.Tensor,
-    rope: RopeTable | None,
-    *,
-    fisher: bool,
-) -> LayerSample:
-    """[1, heads, T, dim] each (weights: dim 1), to rows [T, heads, dim] without the window's first tokens."""
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, dim] to rows [T, heads, dim] without the window's first tokens."""
+    return x.detach()[0, :, SKIPPED:].transpose(0, 1).contiguous()
+
+
+def _sample(key: torch.Tensor, value: torch.Tensor, rope: RopeTable, *, fisher: bool) -> LayerSample:
+    """Of [1, heads, T, dim] each."""
     at = torch.arange(key.shape[2]).unsqueeze(0)
-
-    def rows(x: torch.Tensor) -> torch.Tensor:
-        return x.detach()[0, :, SKIPPED:].transpose(0, 1).contiguous()
-
-    found = {"queries": rows(query), "keys": rows(key), "values": rows(value)}
-    found["query_weights"] = rows(query_weights).squeeze(-1)
-    if rope is not None:
-        found["raw_keys"] = rows(rope.unrotate(key.detach(), at))
-        if fisher and key.grad is not None and value.grad is not None:
-            found["raw_key_gradients"] = rows(rope.unrotate(key.grad, at))
-            found["value_gradients"] = rows(value.grad)
+    found = {"keys": _rows(key), "values": _rows(value), "raw_keys": _rows(rope.unrotate(key.detach(), at))}
+    if fisher and key.grad is not None and value.grad is not None:
+        found["raw_key_gradients"] = _rows(rope.unrotate(key.grad, at))
+        found["value_gradients"] = _rows(value.grad)
     return LayerSample(**found)
 
 
