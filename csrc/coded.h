@@ -299,7 +299,7 @@ static void halves(const unsigned char* from, int count, float* to) {
 
 // What a chunk's computation keeps between its parts, carved out of ChunkArgs::coded.
 struct CodedScratch {
-    int16_t* levels;   // [max(k_dim, v_dim) * block]
+    int16_t* levels;   // [max(k_dim, v_dim) * block], and what a vector longer than the last row writes beyond it
     int16_t* query;    // [rows][kMaxDim]
     int16_t* weights;  // [groups][rows][kLda]
     int32_t* sums;     // [rows][kChunk]
@@ -322,7 +322,7 @@ struct CodedScratch {
             return found;
         };
         const int dim = format.k_dim > format.v_dim ? format.k_dim : format.v_dim;
-        levels = reinterpret_cast<int16_t*>(take(2u * dim * format.block_size));
+        levels = reinterpret_cast<int16_t*>(take(2u * dim * format.block_size + 2u * Vec::kBytes));
         query = reinterpret_cast<int16_t*>(take(2u * rows * kMaxDim));
         weights = reinterpret_cast<int16_t*>(take(2u * groups * rows * kLda));
         sums = reinterpret_cast<int32_t*>(take(4u * rows * kChunk));
