@@ -51,6 +51,8 @@ int64_t step_run(Step& step, uintptr_t ids, uintptr_t positions, int tokens, con
 }  // namespace
 
 void bind_step(nb::module_& m) {
+    m.def("vector_lanes", [](const std::string& variant) { return find_kernels(variant).lanes; },
+          "Floats of a vector.");
     m.def("panel_width", [](const std::string& variant) { return find_kernels(variant).panel; },
           "Output channels of a panel of packed weights.");
     m.def("has_pair_products", [](const std::string& variant) { return find_kernels(variant).has_dot; },

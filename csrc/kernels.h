@@ -225,7 +225,7 @@ static void finish(const FinishArgs& args) {
 
 int64_t encode_plane(const EncodeArgs& args);  // encode_<name>.cpp: compiled without fused multiply-adds
 
-static const KernelTable table = {Vec::kDot, pack,     pack_latent,
+static const KernelTable table = {Vec::W, Vec::kDot, pack, pack_latent,
                                   Chooser<Vec>::chunk, fold, finish,
                                   kPanel,    LinearChooser<Vec>::panel, rms_norm,
                                   rotate,    gate,     pack_activations<Vec>,

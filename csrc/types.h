@@ -171,6 +171,7 @@ enum class Activation : int { silu = 0, gelu_tanh = 1 };
 // What one instruction set offers. A "dot" kernel multiplies bf16 pairs (queries and weights are
 // bf16); the others compute on fp32 queries and weights.
 struct KernelTable {
+    int lanes;  // floats of a vector
     bool has_dot;
     // [rows][kLda] from `rows` pointers to query rows.
     void (*pack)(const void* const* rows, int count, int dim, DType dtype, bool dot, void* packed);

@@ -108,7 +108,7 @@ class CpuBackend:
             gomp_parallel = find_gomp_parallel()
             self.shares_torch_threads = gomp_parallel != _OWN_POOL
         self.gomp_parallel = gomp_parallel
-        self._width = _cpu.panel_width(self.variant) // 4  # lanes of a vector
+        self._width = _cpu.vector_lanes(self.variant)
         self.fallbacks: Counter[str] = Counter()
         self._kernels = _cpu.Kernels(self.variant, self.num_threads, gomp_parallel)
         self._reference = ReferenceBackend(deterministic=deterministic)
@@ -438,7 +438,8 @@ def _coded_reason(plane: PlaneFormat, block_size: int, width: int) -> str | None
         return f"{what} has dim {plane.dim}; supported: multiples of 8, {_DIMS['k'][0]} to {_DIMS['k'][1]}"
     keys = plane.name == "k"
     units = block_size if keys else plane.dim
-    lanes = width if codes.exponent_bits else 2 * width
+    # Rows of values' codes fill whole vectors of bytes; what is read beyond keys' rows of 16 tokens is not used.
+    lanes = width if codes.exponent_bits else 16 if keys else 2 * width
     if units % lanes:
         return f"{what} has {units} {'tokens a block' if keys else 'channels'}, no multiple of {lanes}"
     for part in codes.parts:

@@ -6,7 +6,7 @@ part of each window: squared gradients of the loss are the weights of kvquant's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def collect(
         raise CodecError("calibration is for keys and values; this model keeps latents: use int8 or turboquant4 for it")
     moments: dict[int, Moments] = {}
     with _Observer(loaded) as observer, torch.no_grad():
-        for index, tokens in enumerate(windows):
+        for index, tokens in enumerate(_shown(windows, "reading for moments")):
             places = max(1, min(CONTEXT, loaded.max_model_len) // len(tokens))
             observer.read(tokens, first_position=index % places * len(tokens))
             for layer, (query, key, value, weights) in observer.seen.items():
@@ -103,7 +103,7 @@ def collect(
     parts: dict[int, list[LayerSample]] = {}
     if rope is not None:
         with _Observer(loaded, retain_grad=fisher) as observer, torch.set_grad_enabled(fisher):
-            for tokens in windows:
+            for tokens in _shown(windows, "reading for levels"):
                 start = tokens[:LEVEL_TOKENS]
                 logits = observer.read(start)
                 if fisher:
@@ -113,6 +113,15 @@ def collect(
                     parts.setdefault(layer, []).append(_sample(key, value, rope, fisher=fisher))
     joined = {layer: _join(samples) for layer, samples in parts.items()}
     return calibrate(joined, moments=moments, weights_digest=loaded.weights_digest, about=about)
+
+
+def _shown(windows: Sequence[torch.Tensor], what: str) -> Iterable[torch.Tensor]:
+    """The windows, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(windows, description=what, console=console, transient=True, disable=not console.is_terminal)
 
 
 class _Observer:
