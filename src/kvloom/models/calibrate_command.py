@@ -54,6 +54,7 @@ def _run(
     name: str, text: Path | None, count: int, seed: int, fisher: bool, output: Path | None, cache_dir: str | None
 ) -> dict[str, object]:
     from kvloom.core.config import EngineConfig
+    from kvloom.llm import LLM
     from kvloom.models.cachedir import make_directory
     from kvloom.models.calibration import WINDOW, calibration_path, collect, windows_of
     from kvloom.models.loader import load_model
@@ -66,7 +67,9 @@ def _run(
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read {text}: {error}") from error
     # Written by the fastest step there is, before the model is loaded once more to be looked into.
-    own = write_windows(name, count, WINDOW, cache_dir=cache_dir, seed=seed) if text is None else []
+    own = []
+    if text is None:
+        own = write_windows(LLM(name, dtype="float32", cache_dir=cache_dir), count, WINDOW, seed=seed)
     loaded = load_model(EngineConfig(model=name, dtype="float32", step="transformers", cache_dir=cache_dir))
     chosen = own or windows_of(loaded, content, count)
     head_dim = loaded.layout.groups[0].planes[0].dim
