@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from kvloom.core.pages import huge_mapping
+from kvloom.core.pages import huge_memory
 
 
 def huge_tensor(num_bytes: int) -> torch.Tensor:
     """uint8 [num_bytes] on huge pages where the system gives them, as the engine's arena is."""
-    return torch.frombuffer(huge_mapping(num_bytes), dtype=torch.uint8)[:num_bytes]
+    return torch.frombuffer(huge_memory(num_bytes), dtype=torch.uint8)
 
 
 def measure(functions: Sequence[Callable[[], object]], rounds: int) -> list[float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvloom.core.errors import CapacityError
-from kvloom.core.pages import HUGE_PAGE, huge_mapping
+from kvloom.core.pages import huge_memory
 from kvloom.core.sizes import format_bytes
 
 POISON = 0xFF  # every float dtype reads 0xFF… as NaN
@@ -36,9 +36,7 @@ def allocate_arena(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _map_anonymous(num_bytes: int) -> torch.Tensor:
-    whole = torch.frombuffer(huge_mapping(num_bytes), dtype=torch.uint8)  # keeps the mapping alive
-    start = -whole.data_ptr() % HUGE_PAGE
-    arena = whole[start : start + num_bytes]
+    arena = torch.frombuffer(huge_memory(num_bytes), dtype=torch.uint8)  # keeps the mapping alive
     _prefault(arena)
     return arena
 

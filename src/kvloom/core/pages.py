@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import sys
 
 HUGE_PAGE = 2 * 2**20  # bytes
 
 
-def huge_mapping(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory for ``num_bytes`` from some huge page's boundary in it on, given out as it is touched.
+def huge_memory(num_bytes: int) -> memoryview:
+    """``num_bytes`` of zeroed memory from a huge page's boundary on, given out as it is touched.
 
-    It is one huge page longer than asked. A kernel without transparent huge pages serves small ones.
+    A kernel without transparent huge pages serves small ones.
 
     Raises:
         OSError, ValueError, OverflowError: there is no such memory.
     """
-    length = num_bytes + HUGE_PAGE
+    length = num_bytes + HUGE_PAGE  # a boundary lies within the first of them
     if sys.platform == "win32":
-        return mmap.mmap(-1, length)
-    # Private: huge pages for shared mappings, which are the default, are another matter and mostly off.
-    mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, length)
+    else:
+        # Private: huge pages for shared mappings, which are the default, are another matter and mostly off.
+        mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % HUGE_PAGE
+    return memoryview(mapping)[start : start + num_bytes]

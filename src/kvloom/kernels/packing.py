@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvloom import _cpu
-from kvloom.core.pages import HUGE_PAGE, huge_mapping
+from kvloom.core.pages import huge_memory
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/types.h
 _ALIGNMENT = 64
@@ -84,9 +84,8 @@ class Packer:
     def _take(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes] that starts on a cache line, right after the matrix before where it fits."""
         if num_bytes > len(self._room):
-            size = max(num_bytes, _MAPPING)  # what is never touched of it takes no memory
-            whole = torch.frombuffer(huge_mapping(size), dtype=torch.uint8)
-            self._room = whole[-whole.data_ptr() % HUGE_PAGE :][:size]
+            # What is never touched of it takes no memory.
+            self._room = torch.frombuffer(huge_memory(max(num_bytes, _MAPPING)), dtype=torch.uint8)
         taken = self._room[:num_bytes]
         self._room = self._room[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
         return taken

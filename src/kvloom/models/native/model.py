@@ -20,6 +20,7 @@ from kvloom.models.native.encodings import Encodings
 from kvloom.models.native.shapes import ACTIVATIONS, SHAPES, activation_of, unrecognised
 
 _FIRST_POSITIONS = 512
+_MOST_SPARE = 64  # times the logits wanted: those of a whole prompt are not kept for a few rows
 
 
 class NoNativeStepError(Exception):
@@ -203,8 +204,10 @@ class NativeModel(nn.Module):
 
     def _lend(self, count: int) -> torch.Tensor:
         spare, self._spare = self._spare, None
-        self._lent = spare if spare is not None and len(spare) >= count else torch.empty(count, dtype=torch.float32)
-        return self._lent[:count]
+        if spare is None or not count <= len(spare) <= _MOST_SPARE * count:
+            spare = torch.empty(count, dtype=torch.float32)
+        self._lent = spare
+        return spare[:count]
 
     def _encode_tasks(self, kv: KVBatch) -> list[_cpu.EncodeTask]:
         """Per layer group, what the pass encodes natively; empty where that is nothing."""
