@@ -7,7 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
-#include "step.h"
+#include "lanes.h"
 
 namespace nb = nanobind;
 
@@ -19,7 +19,7 @@ auto pointer(T StepLayer::*member) {
     return [member](StepLayer& layer, uintptr_t value) { layer.*member = address<const float>(value); };
 }
 
-int64_t step_run(Step& step, uintptr_t ids, uintptr_t positions, int tokens, const std::vector<std::pair<uintptr_t, uintptr_t>>& ropes,
+int64_t step_run(Lanes& step, uintptr_t ids, uintptr_t positions, int tokens, const std::vector<std::pair<uintptr_t, uintptr_t>>& ropes,
               int rotary_channels, const std::vector<const Format*>& formats, const std::vector<const Batch*>& batches,
               const std::vector<Encoding>& encodings, const std::vector<EncodeTask>& encode_tasks, nb::object encode,
               uintptr_t rows, int num_rows, uintptr_t logits) {
@@ -101,9 +101,9 @@ void bind_step(nb::module_& m) {
         .def("__init__", [](EncodeTask* self, uintptr_t from, uintptr_t to, int count) {
             new (self) EncodeTask{address<const int64_t>(from), address<const int64_t>(to), count};
         });
-    nb::class_<Step>(m, "Step", "A decoder's whole forward pass; not for several threads at once.")
+    nb::class_<Lanes>(m, "Step", "A decoder's whole forward pass; not for several threads at once.")
         .def("__init__",
-             [](Step* self, const std::string& variant, int num_threads, uintptr_t gomp_parallel, int hidden,
+             [](Lanes* self, const std::string& variant, int num_threads, uintptr_t gomp_parallel, int hidden,
                 int intermediate, int vocab, float eps, float residual_scale, int activation, bool pairs) {
                  StepShape shape;
                  shape.hidden = hidden;
@@ -112,21 +112,21 @@ void bind_step(nb::module_& m) {
                  shape.eps = eps;
                  shape.residual_scale = residual_scale;
                  shape.activation = static_cast<Activation>(activation);
-                 new (self) Step(find_kernels(variant), Parallel(num_threads, gomp_parallel), shape, pairs);
+                 new (self) Lanes(Step(find_kernels(variant), Parallel(num_threads, gomp_parallel), shape, pairs));
              })
         .def("set_embedding",
-             [](Step& step, uintptr_t rows, int dtype) {
-                 step.set_embedding(address<const void>(rows), static_cast<DType>(dtype));
+             [](Lanes& step, uintptr_t rows, int dtype) {
+                 step.change().set_embedding(address<const void>(rows), static_cast<DType>(dtype));
              })
-        .def("set_embedding_scale", &Step::set_embedding_scale)
-        .def("set_head", [](Step& step, const Linear& head, uintptr_t norm) {
-            step.set_head(head, address<const float>(norm));
+        .def("set_embedding_scale", [](Lanes& step, float scale) { step.change().set_embedding_scale(scale); })
+        .def("set_head", [](Lanes& step, const Linear& head, uintptr_t norm) {
+            step.change().set_head(head, address<const float>(norm));
         })
-        .def("add_layer", &Step::add_layer)
+        .def("add_layer", [](Lanes& step, const StepLayer& layer) { step.change().add_layer(layer); })
         .def("run", &step_run, nb::arg("ids"), nb::arg("positions"), nb::arg("tokens"), nb::arg("ropes"),
              nb::arg("rotary_channels"), nb::arg("formats"), nb::arg("batches"), nb::arg("encodings"),
              nb::arg("encode_tasks"), nb::arg("encode").none(), nb::arg("rows"), nb::arg("num_rows"), nb::arg("logits"))
-        .def("take_times", [](Step& step) {
+        .def("take_times", [](Lanes& step) {
             const Step::Times times = step.take_times();
             nb::dict found;
             found["linear"] = times.linear;

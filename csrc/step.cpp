@@ -41,6 +41,16 @@ float* grow(std::vector<float>& memory, size_t count) {
 Step::Step(const KernelTable& kernels, Parallel parallel, StepShape shape, bool dot)
     : kernels_(kernels), parallel_(parallel), shape_(shape), dot_(dot && kernels.has_dot) {}
 
+Step Step::alone() const {
+    Step step(kernels_, Parallel(1, 0), shape_, dot_);
+    step.layers_ = layers_;
+    step.head_ = head_;
+    step.final_norm_ = final_norm_;
+    step.embedding_ = embedding_;
+    step.embedding_dtype_ = embedding_dtype_;
+    return step;
+}
+
 void Step::set_embedding(const void* rows, DType dtype) {
     embedding_ = rows;
     embedding_dtype_ = dtype;
@@ -138,6 +148,15 @@ int64_t Step::run(const StepInput& input) {
     embed(input);
     for (size_t index = 0; index < layers_.size(); ++index) layer(static_cast<int>(index), input);
     logits(input);
+    return not_finite_;
+}
+
+int64_t Step::encode_before(const StepInput& input) {
+    last_ = now();
+    not_finite_ = 0;
+    for (size_t index = 0; index < layers_.size(); ++index) {
+        if (encoding_of(input, layers_[index].group) != nullptr) encode_due(static_cast<int>(index), input);
+    }
     return not_finite_;
 }
 

@@ -86,13 +86,31 @@ public:
     void set_embedding_scale(float scale) { shape_.embedding_scale = scale; }
     void add_layer(StepLayer layer) { layers_.push_back(layer); }
 
+    // A copy with one thread and buffers of its own, which shares the weights.
+    Step alone() const;
+
     // Returns how many numbers were not finite where blocks were encoded. Throws std::invalid_argument for ids
     // outside the vocabulary and blocks that no table has.
     int64_t run(const StepInput& input);
 
+    // Only encodes what is due: for input whose due blocks were all written before. Returns as `run` does.
+    int64_t encode_before(const StepInput& input);
+
+    const std::vector<StepLayer>& layers() const { return layers_; }
+    const Linear& head() const { return head_; }
+    const Parallel& parallel() const { return parallel_; }
+    int vocab() const { return shape_.vocab; }
+
     // Seconds spent in products, in attention, encoding blocks and elsewhere since the last call.
     struct Times {
         double linear = 0, attention = 0, encode = 0, rest = 0;
+
+        void add(const Times& other, double share) {
+            linear += other.linear * share;
+            attention += other.attention * share;
+            encode += other.encode * share;
+            rest += other.rest * share;
+        }
     };
     Times take_times();
 

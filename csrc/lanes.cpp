@@ -1,0 +1,134 @@
+#include "lanes.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+
+namespace kvloom {
+namespace {
+
+// Lanes read the weights once each. A thread's share of rows must give it enough to do for every weight that memory
+// keeps up with all threads reading at once: so many rows per thread, times the number of threads.
+constexpr int kRowsPerThread = 8;
+// From about here on a product takes as long to compute as to read.
+constexpr int64_t kBalancedRows = 12;
+// How much longer than the mean the slowest lane may take. Threads that share products end together.
+constexpr double kMostUneven = 1.06;
+
+int64_t bytes_of(const Linear& linear) {
+    return static_cast<int64_t>(linear.outputs) * linear.inner * item_bytes(linear.dtype);
+}
+
+}  // namespace
+
+int64_t Lanes::run(const StepInput& input) {
+    if (!cut(input)) return whole_.run(input);
+    // A row reads encoded only blocks before its own, and those were written before.
+    const bool encodes = !input.encode_tasks.empty() || input.encode;
+    const int64_t not_finite = encodes ? whole_.encode_before(input) : 0;
+    for (Lane& lane : lanes_) fill(lane, input);
+    struct Work {
+        std::vector<Lane>& lanes;
+        std::atomic<size_t> next{0};
+        std::vector<std::exception_ptr> failures;
+    } work{lanes_, {}, std::vector<std::exception_ptr>(lanes_.size())};
+    whole_.parallel().run(
+        [](void* data) {
+            auto& work = *static_cast<Work*>(data);
+            for (size_t i = work.next++; i < work.lanes.size(); i = work.next++) {
+                try {
+                    work.lanes[i].step.run(work.lanes[i].input);
+                } catch (...) {  // must not leave the thread that it was thrown in
+                    work.failures[i] = std::current_exception();
+                }
+            }
+        },
+        &work, true);
+    for (const std::exception_ptr& failure : work.failures) {
+        if (failure) std::rethrow_exception(failure);
+    }
+    return not_finite;
+}
+
+// Whether the input is worth lanes; their sequences then take about as long each.
+bool Lanes::cut(const StepInput& input) {
+    const int threads = whole_.parallel().num_threads(), tokens = input.tokens;
+    if (threads < 2 || tokens < static_cast<int64_t>(kRowsPerThread) * threads * threads) return false;
+    const Batch& batch = input.batches.front();
+    if (batch.sequences != tokens || !std::is_sorted(input.rows, input.rows + input.num_rows)) return false;
+    for (int i = 0; i <= tokens; ++i) {
+        if (batch.query_start[i] != i) return false;
+    }
+
+    int64_t weights = bytes_of(whole_.head());
+    struct Reading {
+        int64_t window, bytes;  // per token of it
+    };
+    std::vector<Reading> readings;  // of layers with equal windows
+    for (const StepLayer& layer : whole_.layers()) {
+        for (const Linear* linear : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) weights += bytes_of(*linear);
+        const Format& format = *input.formats[layer.group];
+        const int64_t bytes = format.layer_bytes / format.block_size;
+        const auto same = [&](const Reading& reading) { return reading.window == layer.window; };
+        const auto found = std::find_if(readings.begin(), readings.end(), same);
+        if (found != readings.end()) {
+            found->bytes += bytes;
+        } else {
+            readings.push_back({layer.window, bytes});
+        }
+    }
+    std::vector<int64_t> until(tokens + 1, 0);  // cost of the sequences before each, in bytes
+    for (int i = 0; i < tokens; ++i) {
+        int64_t cost = weights / kBalancedRows;
+        const int64_t context = batch.first_position[i] + 1;
+        for (const Reading& reading : readings) {
+            cost += (reading.window < 0 ? context : std::min(context, reading.window)) * reading.bytes;
+        }
+        until[i + 1] = until[i] + cost;
+    }
+    if (lanes_.empty()) {
+        for (int i = 0; i < threads; ++i) lanes_.push_back(Lane{whole_.alone(), 0, 0, {}, {}});
+    }
+    int first = 0;
+    int64_t longest = 0;
+    for (int i = 0; i < threads; ++i) {
+        const int64_t aim = until[tokens] * (i + 1) / threads;
+        int end = static_cast<int>(std::lower_bound(until.begin() + first, until.end(), aim) - until.begin());
+        if (end > first && end <= tokens && until[end] - aim > aim - until[end - 1]) --end;
+        if (i + 1 == threads) end = tokens;
+        lanes_[i].first = first;
+        lanes_[i].end = end;
+        longest = std::max(longest, until[end] - until[first]);
+        first = end;
+    }
+    return static_cast<double>(longest) * threads <= kMostUneven * static_cast<double>(until[tokens]);
+}
+
+void Lanes::fill(Lane& lane, const StepInput& input) {
+    lane.input = input;
+    lane.input.encode_tasks.clear();
+    lane.input.encode = nullptr;
+    lane.input.ids += lane.first;
+    lane.input.positions += lane.first;
+    lane.input.tokens = lane.end - lane.first;
+    for (Batch& batch : lane.input.batches) {  // one row each: query_start begins alike everywhere
+        batch.tables += lane.first * batch.table_stride;
+        batch.first_position += lane.first;
+        batch.sequences = lane.end - lane.first;
+    }
+    const int64_t* const begin = std::lower_bound(input.rows, input.rows + input.num_rows, lane.first);
+    const int64_t* const end = std::lower_bound(begin, input.rows + input.num_rows, lane.end);
+    lane.rows.assign(begin, end);
+    for (int64_t& row : lane.rows) row -= lane.first;
+    lane.input.rows = lane.rows.data();
+    lane.input.num_rows = static_cast<int>(lane.rows.size());
+    lane.input.logits += (begin - input.rows) * static_cast<int64_t>(whole_.vocab());
+}
+
+Step::Times Lanes::take_times() {
+    Step::Times times = whole_.take_times();
+    for (Lane& lane : lanes_) times.add(lane.step.take_times(), 1.0 / static_cast<double>(lanes_.size()));
+    return times;
+}
+
+}  // namespace kvloom

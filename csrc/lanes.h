@@ -1,0 +1,43 @@
+// A step that is shared out by rows. With many rows that each belong to a sequence of their own (decoding), a thread
+// takes some sequences through all layers alone: it waits for nobody and reads nothing that another has just written,
+// at the price of reading all weights. Else the threads share every product, as Step does.
+#pragma once
+
+#include <vector>
+
+#include "step.h"
+
+namespace kvloom {
+
+class Lanes {
+public:
+    explicit Lanes(Step whole) : whole_(std::move(whole)) {}
+
+    // To change the model; lanes are made anew from it.
+    Step& change() {
+        lanes_.clear();
+        return whole_;
+    }
+
+    // As Step::run.
+    int64_t run(const StepInput& input);
+
+    // As Step::take_times; of threads that worked apart, the mean.
+    Step::Times take_times();
+
+private:
+    struct Lane {
+        Step step;
+        int first, end;  // of the batch's sequences, each with one row
+        std::vector<int64_t> rows;
+        StepInput input;
+    };
+
+    bool cut(const StepInput& input);
+    void fill(Lane& lane, const StepInput& input);
+
+    Step whole_;
+    std::vector<Lane> lanes_;
+};
+
+}  // namespace kvloom
