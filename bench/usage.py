@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench.resident import PeakResident
 from kvloom.engine.engine import Engine
+from kvloom.engine.runner import StepLogits
 from kvloom.engine.scheduler import Chunk
 from kvloom.models.native.model import NativeModel
 
@@ -48,7 +48,7 @@ class Usage:
         """Seconds by part of the native step since the last call; None where another step computes."""
         return self._model.take_times() if isinstance(self._model, NativeModel) else None
 
-    def _watch(self, chunks: Sequence[Chunk], rows: np.ndarray) -> torch.Tensor:
+    def _watch(self, chunks: Sequence[Chunk], rows: np.ndarray) -> StepLogits:
         self._peak = max(self._peak, self._used_bytes())
         self._resident.look()
         return self._forward(chunks, rows)

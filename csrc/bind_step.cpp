@@ -22,7 +22,7 @@ auto pointer(T StepLayer::*member) {
 int64_t step_run(Lanes& step, uintptr_t ids, uintptr_t positions, int tokens, const std::vector<std::pair<uintptr_t, uintptr_t>>& ropes,
               int rotary_channels, const std::vector<const Format*>& formats, const std::vector<const Batch*>& batches,
               const std::vector<Encoding>& encodings, const std::vector<EncodeTask>& encode_tasks, nb::object encode,
-              uintptr_t rows, int num_rows, uintptr_t logits) {
+              uintptr_t rows, int num_rows, uintptr_t logits, uintptr_t best, uintptr_t best_value) {
     StepInput input{};
     input.encodings = encodings;
     input.encode_tasks = encode_tasks;
@@ -44,6 +44,8 @@ int64_t step_run(Lanes& step, uintptr_t ids, uintptr_t positions, int tokens, co
     input.rows = address<const int64_t>(rows);
     input.num_rows = num_rows;
     input.logits = address<float>(logits);
+    input.best = address<int64_t>(best);
+    input.best_value = address<float>(best_value);
     nb::gil_scoped_release release;
     return step.run(input);
 }
@@ -125,7 +127,9 @@ void bind_step(nb::module_& m) {
         .def("add_layer", [](Lanes& step, const StepLayer& layer) { step.change().add_layer(layer); })
         .def("run", &step_run, nb::arg("ids"), nb::arg("positions"), nb::arg("tokens"), nb::arg("ropes"),
              nb::arg("rotary_channels"), nb::arg("formats"), nb::arg("batches"), nb::arg("encodings"),
-             nb::arg("encode_tasks"), nb::arg("encode").none(), nb::arg("rows"), nb::arg("num_rows"), nb::arg("logits"))
+             nb::arg("encode_tasks"), nb::arg("encode").none(), nb::arg("rows"), nb::arg("num_rows"), nb::arg("logits"),
+             nb::arg("best"), nb::arg("best_value"))
+        .def("by_rows", &Lanes::by_rows, "Runs in which each thread took rows of its own through all layers.")
         .def("take_times", [](Lanes& step) {
             const Step::Times times = step.take_times();
             nb::dict found;

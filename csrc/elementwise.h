@@ -110,6 +110,45 @@ static void scaled(const float* x, float weight, int count, bool accumulate, flo
     for (; i < count; ++i) out[i] = x[i] * weight + (accumulate ? out[i] : 0.0f);
 }
 
+static int64_t largest(const float* x, int64_t count, float* value) {
+    constexpr int W = Vec::W;
+    constexpr float minus_infinity = -__builtin_inff();
+    // Which of two numbers a maximum takes where one is NaN depends on their order, so NaN is looked for by itself:
+    // x - x is 0 or, for infinities too, NaN.
+    Vec::F most[4], sums[4];
+    for (int v = 0; v < 4; ++v) {
+        most[v] = Vec::set1(minus_infinity);
+        sums[v] = Vec::zero();
+    }
+    int64_t i = 0;
+    for (; i + 4 * W <= count; i += 4 * W) {
+        for (int v = 0; v < 4; ++v) {
+            const Vec::F y = Vec::load(x + i + v * W);
+            most[v] = Vec::max(most[v], y);
+            sums[v] = Vec::add(sums[v], Vec::sub(y, y));
+        }
+    }
+    float top = Vec::reduce_max(Vec::max(Vec::max(most[0], most[1]), Vec::max(most[2], most[3])));
+    bool odd = !(Vec::reduce_add(Vec::add(Vec::add(sums[0], sums[1]), Vec::add(sums[2], sums[3]))) == 0.0f);
+    for (; i < count; ++i) {
+        top = x[i] > top ? x[i] : top;
+        odd = odd || x[i] - x[i] != 0.0f;
+    }
+    if (odd) {
+        top = minus_infinity;
+        for (i = 0; i < count; ++i) {
+            if (x[i] != x[i]) {
+                *value = x[i];
+                return i;
+            }
+            top = x[i] > top ? x[i] : top;
+        }
+    }
+    *value = top;
+    for (i = 0; i < count && x[i] != top;) ++i;
+    return i < count ? i : 0;
+}
+
 // gate = act(gate) * up over one panel of columns.
 static void gate(float* gates, const float* ups, int count, Activation activation) {
     for (int i = 0; i < count; i += Vec::W) {

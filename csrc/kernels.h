@@ -229,6 +229,6 @@ static const KernelTable table = {Vec::W, Vec::kDot, pack, pack_latent,
                                   Chooser<Vec>::chunk, fold, finish,
                                   kPanel,    LinearChooser<Vec>::panel, rms_norm,
                                   rotate,    gate,     pack_activations<Vec>,
-                                  row_matrix, scaled,   encode_plane};
+                                  row_matrix, scaled,   largest,  encode_plane};
 
 }  // namespace kvloom::KVLOOM_ISA

@@ -27,6 +27,7 @@ int64_t Lanes::run(const StepInput& input) {
     const bool encodes = !input.encode_tasks.empty() || input.encode;
     const int64_t not_finite = encodes ? whole_.encode_before(input) : 0;
     for (Lane& lane : lanes_) fill(lane, input);
+    ++by_rows_;
     struct Work {
         std::vector<Lane>& lanes;
         std::atomic<size_t> next{0};
@@ -123,6 +124,10 @@ void Lanes::fill(Lane& lane, const StepInput& input) {
     lane.input.rows = lane.rows.data();
     lane.input.num_rows = static_cast<int>(lane.rows.size());
     lane.input.logits += (begin - input.rows) * static_cast<int64_t>(whole_.vocab());
+    if (input.best != nullptr) {
+        lane.input.best += begin - input.rows;
+        lane.input.best_value += begin - input.rows;
+    }
 }
 
 Step::Times Lanes::take_times() {

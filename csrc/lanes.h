@@ -22,6 +22,9 @@ public:
     // As Step::run.
     int64_t run(const StepInput& input);
 
+    // Runs that were shared out by rows.
+    int64_t by_rows() const { return by_rows_; }
+
     // As Step::take_times; of threads that worked apart, the mean.
     Step::Times take_times();
 
@@ -38,6 +41,7 @@ private:
 
     Step whole_;
     std::vector<Lane> lanes_;
+    int64_t by_rows_ = 0;
 };
 
 }  // namespace kvloom

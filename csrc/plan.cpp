@@ -14,7 +14,7 @@ using Tile = AttentionPlan::Tile;
 using Shared = AttentionPlan::Shared;
 using Item = AttentionPlan::Item;
 
-constexpr int64_t kItemsPerThread = 16;
+constexpr int64_t kItemsPerThread = 16;  // where threads share
 // Rough cost of reading a key in units of the cost of a multiply-add per query row.
 constexpr int64_t kReadCost = 8;
 
@@ -289,7 +289,8 @@ private:
         const int heads = p_.format.num_heads;
         for (const Tile& tile : p_.tiles) p_.cost += cost(tile);
         p_.cost *= heads;
-        const int64_t aim = std::max<int64_t>(p_.cost / (p_.num_threads * kItemsPerThread), 1);
+        const int64_t items = p_.num_threads > 1 ? p_.num_threads * kItemsPerThread : 1;
+        const int64_t aim = std::max<int64_t>(p_.cost / items, 1);
         s_.parts.clear();
         for (Tile& tile : p_.tiles) {
             const int64_t parts = std::min(tile.end_chunk - tile.chunk, (cost(tile) + aim - 1) / aim);

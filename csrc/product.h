@@ -75,8 +75,8 @@ void product_tile(const Operands& o, int row, int column) {
     constexpr int W = V::W;
     constexpr int kRowBytes = (HALF ? W / 2 : VECS * W) * T::P * static_cast<int>(sizeof(typename T::B));
     const auto* a = static_cast<const typename T::A*>(o.a) + static_cast<ptrdiff_t>(row) * kLda;
-    float* c = o.c + row * o.c_stride + column;
-    const ptrdiff_t b_stride = o.b_stride;
+    const ptrdiff_t c_stride = o.c_stride, b_stride = o.b_stride;
+    float* c = o.c + row * c_stride + column;
     const int steps = o.steps;
     const ptrdiff_t plane_bytes = b_stride * steps * static_cast<ptrdiff_t>(sizeof(typename T::B));
 
@@ -88,9 +88,9 @@ void product_tile(const Operands& o, int row, int column) {
             if (!o.accumulate) {
                 acc[r][v] = V::zero();
             } else if constexpr (HALF) {
-                acc[r][v] = V::load_half(c + r * o.c_stride);
+                acc[r][v] = V::load_half(c + r * c_stride);
             } else {
-                acc[r][v] = V::load(c + r * o.c_stride + v * W);
+                acc[r][v] = V::load(c + r * c_stride + v * W);
             }
         }
     }
@@ -177,9 +177,9 @@ void product_tile(const Operands& o, int row, int column) {
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; ++v) {
             if constexpr (HALF) {
-                V::store_half(c + r * o.c_stride, acc[r][v]);
+                V::store_half(c + r * c_stride, acc[r][v]);
             } else {
-                V::store(c + r * o.c_stride + v * W, acc[r][v]);
+                V::store(c + r * c_stride + v * W, acc[r][v]);
             }
         }
     }

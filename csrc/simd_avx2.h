@@ -36,6 +36,7 @@ struct Vec {
     static F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
     static M lt(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
     static F select(M mask, F a, F b) { return _mm256_blendv_ps(b, a, mask); }
+    static constexpr bool kScales = false;
     static F pow2_shifted(F t) {
         return _mm256_castsi256_ps(
             _mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(127)), 23));

@@ -44,6 +44,13 @@ struct Vec {
         return _mm512_castsi512_ps(
             _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(t), _mm512_set1_epi32(127)), 23));
     }
+#ifdef KVLOOM_EMULATE_AVX512
+    static constexpr bool kScales = false;
+#else
+    static constexpr bool kScales = true;  // has nearest and times_pow2
+    static F nearest(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static F times_pow2(F x, F n) { return _mm512_scalef_ps(x, n); }  // n whole
+#endif
     static M range(int base, int low, int high) {
         const auto below = [base](int edge) -> unsigned {  // lanes i with base + i < edge
             const int count = edge - base;
@@ -155,6 +162,17 @@ struct Vec {
         const __m256i h = (__m256i)_mm512_cvtneps_pbh(x);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), h);
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+    }
+
+    // Stores x and y rounded to bf16, one after the other, and returns what it stored added to `sum`.
+    static F store_bf16(uint16_t* p, F x, F y, F sum) {
+#ifdef KVLOOM_EMULATE_AVX512
+        return add(add(sum, store_bf16(p, x)), store_bf16(p + W, y));
+#else
+        const __m512bh both = _mm512_cvtne2ps_pbh(y, x);
+        _mm512_storeu_si512(p, (__m512i)both);
+        return _mm512_dpbf16_ps(sum, both, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // pairs of ones
+#endif
     }
 
 private:

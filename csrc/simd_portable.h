@@ -38,6 +38,7 @@ struct Vec {
     static F abs(F a) { return (F)((I)a & 0x7fffffff); }
     static M lt(F a, F b) { return a < b; }
     static F select(M mask, F a, F b) { return (F)((mask & (I)a) | (~mask & (I)b)); }
+    static constexpr bool kScales = false;
     static F pow2_shifted(F t) { return (F)(((I)t + 127) << 23); }
     // Lanes i with low <= base + i < high.
     static M range(int base, int low, int high) {

@@ -8,26 +8,43 @@ namespace kvloom::KVLOOM_ISA {
 static constexpr float kLog2e = 1.44269504088896341f;
 static constexpr float kLn2 = 0.693147180559945309f;
 
-// 2^x for x <= 0; 0 below 2^-126. Minimax polynomial in x - n, n = x rounded: relative error 1e-7.
-// Several vectors in step: one chain of dependent operations after the other would fill the
-// processor's queue with what has to wait.
-template <int N>
-static inline void exp2_vecs(Vec::F (&x)[N]) {
-    Vec::F shifted[N], p[N];
+// 2^x for x <= 0; 0 far below 2^-126. Minimax polynomial in x - n, n = x rounded: relative error 1e-7, or 8e-5 if
+// `rough`, for what is rounded to bf16 (2e-3) right away. Several vectors in step: one chain of dependent operations
+// after the other would fill the processor's queue with what has to wait.
+template <int N, bool ROUGH = false, class V = Vec>
+static inline void exp2_vecs(typename V::F (&x)[N]) {
+    using F = typename V::F;
+    F whole[N], p[N];
     const auto each = [](auto f) {
 #pragma GCC unroll 8
         for (int i = 0; i < N; ++i) f(i);
     };
-    each([&](int i) { x[i] = Vec::max(x[i], Vec::set1(-127.0f)); });  // where pow2_shifted gives 0
-    // Adding 1.5 * 2^23 rounds to an integer n and leaves it in the lowest bits, where pow2_shifted takes it.
-    each([&](int i) { shifted[i] = Vec::add(x[i], Vec::set1(12582912.0f)); });
-    each([&](int i) { x[i] = Vec::sub(x[i], Vec::sub(shifted[i], Vec::set1(12582912.0f))); });
-    each([&](int i) { p[i] = Vec::fma(Vec::set1(1.340725310e-03f), x[i], Vec::set1(9.671874215e-03f)); });
-    each([&](int i) { p[i] = Vec::fma(p[i], x[i], Vec::set1(5.550308382e-02f)); });
-    each([&](int i) { p[i] = Vec::fma(p[i], x[i], Vec::set1(2.402223464e-01f)); });
-    each([&](int i) { p[i] = Vec::fma(p[i], x[i], Vec::set1(6.931472149e-01f)); });
-    each([&](int i) { p[i] = Vec::fma(p[i], x[i], Vec::set1(1.0f)); });
-    each([&](int i) { x[i] = Vec::mul(p[i], Vec::pow2_shifted(shifted[i])); });
+    // Where the power is 0: what is not visible has no weight at all.
+    each([&](int i) { x[i] = V::max(x[i], V::set1(V::kScales ? -160.0f : -127.0f)); });
+    if constexpr (V::kScales) {
+        each([&](int i) { whole[i] = V::nearest(x[i]); });
+        each([&](int i) { x[i] = V::sub(x[i], whole[i]); });
+    } else {
+        // Adding 1.5 * 2^23 rounds to an integer n and leaves it in the lowest bits, where pow2_shifted takes it.
+        each([&](int i) { whole[i] = V::add(x[i], V::set1(12582912.0f)); });
+        each([&](int i) { x[i] = V::sub(x[i], V::sub(whole[i], V::set1(12582912.0f))); });
+    }
+    if constexpr (ROUGH) {
+        each([&](int i) { p[i] = V::fma(V::set1(5.517167e-02f), x[i], V::set1(2.4261113e-01f)); });
+        each([&](int i) { p[i] = V::fma(p[i], x[i], V::set1(6.9326099e-01f)); });
+        each([&](int i) { p[i] = V::fma(p[i], x[i], V::set1(9.9992807e-01f)); });
+    } else {
+        each([&](int i) { p[i] = V::fma(V::set1(1.340725310e-03f), x[i], V::set1(9.671874215e-03f)); });
+        each([&](int i) { p[i] = V::fma(p[i], x[i], V::set1(5.550308382e-02f)); });
+        each([&](int i) { p[i] = V::fma(p[i], x[i], V::set1(2.402223464e-01f)); });
+        each([&](int i) { p[i] = V::fma(p[i], x[i], V::set1(6.931472149e-01f)); });
+        each([&](int i) { p[i] = V::fma(p[i], x[i], V::set1(1.0f)); });
+    }
+    if constexpr (V::kScales) {
+        each([&](int i) { x[i] = V::times_pow2(p[i], whole[i]); });
+    } else {
+        each([&](int i) { x[i] = V::mul(p[i], V::pow2_shifted(whole[i])); });
+    }
 }
 
 static inline Vec::F exp2_vec(Vec::F x) {
@@ -97,9 +114,10 @@ void softmax_row(const ChunkArgs& args, int row, int begin, int end) {
     const float most = any ? Vec::reduce_max(top) * scale : minus_infinity;
     const Vec::F factor = Vec::set1(scale), minus_top = Vec::set1(-most);
 
+    constexpr bool pairs = Same<T, BF16Dot>::value;
     Vec::F sum = Vec::zero();
     const auto put = [&](int t, Vec::F p) {
-        if constexpr (Same<T, BF16Dot>::value) {
+        if constexpr (pairs) {
             p = T::V::store_bf16(weights + t, p);  // the sum is of what V is multiplied with
         } else {
             Vec::store(weights + t, p);
@@ -110,12 +128,23 @@ void softmax_row(const ChunkArgs& args, int row, int begin, int end) {
     for (; t < from; t += W) put(t, Vec::zero());
     constexpr int N = 4;
     for (Vec::F p[N]; t + (N - 1) * W < to; t += N * W) {
+#pragma GCC unroll 4
         for (int i = 0; i < N; ++i) p[i] = Vec::fma(Vec::load(scores + t + i * W), factor, minus_top);
-        exp2_vecs(p);
-        for (int i = 0; i < N; ++i) sum = Vec::add(sum, put(t + i * W, p[i]));
+        exp2_vecs<N, pairs>(p);
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i += 2) {
+            if constexpr (pairs) {
+                sum = T::V::store_bf16(weights + t + i * W, p[i], p[i + 1], sum);
+            } else {
+                sum = Vec::add(sum, put(t + i * W, p[i]));
+                sum = Vec::add(sum, put(t + (i + 1) * W, p[i + 1]));
+            }
+        }
     }
-    for (; t < to; t += W) {
-        sum = Vec::add(sum, put(t, exp2_vec(Vec::fma(Vec::load(scores + t), factor, minus_top))));
+    for (Vec::F p[1]; t < to; t += W) {
+        p[0] = Vec::fma(Vec::load(scores + t), factor, minus_top);
+        exp2_vecs<1, pairs>(p);
+        sum = Vec::add(sum, put(t, p[0]));
     }
     for (; t < end; t += W) put(t, Vec::zero());
     args.top[row] = most;

@@ -471,6 +471,11 @@ void Step::logits(const StepInput& input) {
                              columns * sizeof(float));
         }
     });
+    if (input.best == nullptr) return;
+    each(input.num_rows, input.num_rows > 1, [&](int r) {
+        input.best[r] = kernels_.largest(input.logits + static_cast<ptrdiff_t>(r) * vocab, vocab, input.best_value + r);
+    });
+    lap(Phase::rest);
 }
 
 }  // namespace kvloom

@@ -75,6 +75,9 @@ struct StepInput {
     const int64_t* rows;  // whose logits are wanted
     int num_rows;
     float* logits;  // [num_rows, vocab]
+    // Place and value of each row's largest logit [num_rows], or null.
+    int64_t* best;
+    float* best_value;
 };
 
 class Step {

@@ -193,6 +193,8 @@ struct KernelTable {
     void (*row_matrix)(const float* x, const float* matrix, int rows, int columns, float* out);
     // out (+)= weight * x over `count` numbers.
     void (*scaled)(const float* x, float weight, int count, bool accumulate, float* out);
+    // The first place of the largest of `count` numbers, and it; NaN counts as largest.
+    int64_t (*largest)(const float* x, int64_t count, float* value);
 
     // Encodes a plane of a block; how many of its numbers were not finite.
     int64_t (*encode)(const EncodeArgs& args);

@@ -23,6 +23,7 @@ from kvloom.core.config import EngineConfig, engine_config
 from kvloom.core.messages import EngineRequest
 from kvloom.core.request import SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.engine.runner import StepLogits
 from kvloom.engine.scheduler import Chunk
 from kvloom.models.loader import LoadedModel, load_model
 
@@ -158,8 +159,8 @@ def zero_forward(engine: Engine) -> Iterator[None]:
     engine.store.arena.zero_()  # what earlier cells left could be no numbers in another format
     runner, vocab_size = engine.runner, engine.loaded.vocab_size
 
-    def forward(chunks: Sequence[Chunk], rows: np.ndarray) -> torch.Tensor:
-        return torch.zeros(len(rows), vocab_size)
+    def forward(chunks: Sequence[Chunk], rows: np.ndarray) -> StepLogits:
+        return StepLogits(torch.zeros(len(rows), vocab_size))
 
     forward_before = runner.forward
     setattr(runner, "forward", forward)  # noqa: B010  (an assignment is what type checkers refuse)

@@ -58,7 +58,8 @@ def all_logits(engine: Engine, prompt: list[int], chunk: int) -> torch.Tensor:
     for start in range(0, len(prompt), chunk):
         end = min(start + chunk, len(prompt))
         assert engine.manager.reserve(sequence.cache, end)
-        found.append(engine.runner.forward([Chunk(sequence, start, end - start)], np.arange(end - start)).float())
+        logits = engine.runner.forward([Chunk(sequence, start, end - start)], np.arange(end - start)).values
+        found.append(logits.float())
         engine.manager.commit(sequence.cache, sequence.token_ids, end)
         engine.manager.check()
     engine.manager.release(sequence.cache)

@@ -245,7 +245,7 @@ def test_a_failing_step_ends_its_requests_and_not_the_engine(model_type: str, mo
 def test_a_step_that_fails_after_the_fork_ends_the_siblings_too(monkeypatch: Any) -> None:
     for place in ("sample", "_append"):
         engine = make_engine("llama", max_sequences=2)  # the third sibling finds no place and waits
-        ask(engine, "x", prompt_of(0, 20), n=3, max_tokens=1)
+        ask(engine, "x", prompt_of(0, 20), n=3, max_tokens=1, temperature=1.0)
         ask(engine, "y", prompt_of(1, 20), max_tokens=1)
         with monkeypatch.context() as patch:
             if place == "sample":

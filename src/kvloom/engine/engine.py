@@ -37,8 +37,8 @@ from kvloom.engine.guard import Probe, guard_encoding
 from kvloom.engine.logprobs import prompt_logprobs
 from kvloom.engine.noise import SAFETY, measure_noise
 from kvloom.engine.pipeline import bits_per_value, describe, resolve_encoding, unread_natively
-from kvloom.engine.runner import ModelRunner
-from kvloom.engine.sampler import SamplingBatch, SamplingRow, sample
+from kvloom.engine.runner import ModelRunner, StepLogits
+from kvloom.engine.sampler import SamplerOutput, SamplingBatch, SamplingRow, sample, take_best, takes_best
 from kvloom.engine.scheduler import Chunk, Scheduler
 from kvloom.kernels.ops import KernelBackend, choose_backend
 from kvloom.models.calibration import find_calibration
@@ -509,7 +509,8 @@ class Engine:
 
     def _run(self, chunks: Seq[Chunk]) -> list[SequenceOutput]:
         rows, prompt_rows, sampled = self._wanted_rows(chunks)
-        logits = self.runner.forward(chunks, rows)
+        found = self.runner.forward(chunks, rows)
+        logits = found.values
         for chunk in chunks:
             sequence = chunk.sequence
             self.manager.commit(sequence.cache, sequence.token_ids, chunk.end)
@@ -525,7 +526,7 @@ class Engine:
             top = sequence.params.prompt_logprobs
             assert top is not None
             sequence.prompt_logprobs += prompt_logprobs(logits[low:high], following.tolist(), top)
-        outputs = self._sample(logits, sampled)
+        outputs = self._sample(found, sampled)
         self.runner.recycle()
         return outputs
 
@@ -555,7 +556,7 @@ class Engine:
             start += chunk.count
         return np.array(rows, dtype=np.int64), prompt_rows, sampled
 
-    def _sample(self, logits: torch.Tensor, sampled: list[tuple[Sequence, int]]) -> list[SequenceOutput]:
+    def _sample(self, found: StepLogits, sampled: list[tuple[Sequence, int]]) -> list[SequenceOutput]:
         if not sampled:
             return []
         # Siblings draw their first token from the same logits as the sequence they fork off.
@@ -563,23 +564,7 @@ class Engine:
         for sequence, row in sampled:
             drawn.append((sequence, row))
             drawn += [(sibling, row) for sibling in self._fork(sequence)]
-        rows = [
-            SamplingRow(
-                params=sequence.params,
-                seed=sequence.seed,
-                step=sequence.num_generated,
-                prompt_token_ids=sequence.tokens[: sequence.num_prompt],
-                output_token_ids=sequence.tokens[sequence.num_prompt : sequence.num_tokens],
-            )
-            for sequence, _ in drawn
-        ]
-        picked = [row for _, row in drawn]
-        if picked != list(range(len(logits))):  # usually every row is wanted once: no copy
-            logits = logits[torch.tensor(picked, device=logits.device)]
-        batch = SamplingBatch.build(
-            rows, logits.shape[-1], logits.device, eos_token_ids=tuple(self.loaded.eos_token_ids)
-        )
-        result = sample(logits, batch, self._grammar_mask([sequence for sequence, _ in drawn], logits))
+        result = self._choose(found, drawn)
         token_ids = result.token_ids.tolist()
         failures = result.errors() if -1 in token_ids else {}
         logprobs = result.logprobs() if any(s.params.logprobs is not None for s, _ in drawn) else [None] * len(drawn)
@@ -593,6 +578,31 @@ class Engine:
                 continue
             outputs.append(self._append(sequence, token_ids[row], logprobs[row]))
         return outputs
+
+    def _choose(self, found: StepLogits, drawn: list[tuple[Sequence, int]]) -> SamplerOutput:
+        """A token for each (sequence, logits row)."""
+        logits, best = found.values, found.best
+        picked = [row for _, row in drawn]
+        if picked != list(range(len(logits))):  # usually every row is wanted once: no copy
+            index = torch.tensor(picked, device=logits.device)
+            logits = logits[index]
+            best = None if best is None else (best[0][index], best[1][index])
+        if all(s.grammar is None and takes_best(s.params, s.num_generated) for s, _ in drawn):
+            return take_best(logits, best)
+        rows = [
+            SamplingRow(
+                params=sequence.params,
+                seed=sequence.seed,
+                step=sequence.num_generated,
+                prompt_token_ids=sequence.tokens[: sequence.num_prompt],
+                output_token_ids=sequence.tokens[sequence.num_prompt : sequence.num_tokens],
+            )
+            for sequence, _ in drawn
+        ]
+        batch = SamplingBatch.build(
+            rows, logits.shape[-1], logits.device, eos_token_ids=tuple(self.loaded.eos_token_ids)
+        )
+        return sample(logits, batch, self._grammar_mask([sequence for sequence, _ in drawn], logits))
 
     @staticmethod
     def _grammar_mask(sequences: Seq[Sequence], logits: torch.Tensor) -> torch.Tensor | None:

@@ -88,7 +88,7 @@ def _compute(
         first_wanted = max(start, len(tokens) - rows)
         wanted = np.arange(first_wanted, start + count, dtype=np.int64) - start + offset
         if len(wanted):
-            found.append(runner.forward(chunks, wanted).float().cpu())
+            found.append(runner.forward(chunks, wanted).values.float().cpu())
         else:
             runner.forward(chunks, np.array([offset + count - 1], dtype=np.int64))
         start += count

@@ -13,6 +13,7 @@ does not hold. A native step has that property in any shape.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +24,14 @@ from kvloom.engine.scheduler import Chunk
 from kvloom.kernels.ops import QueryBatch
 
 TILE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """``values`` [N, vocab] in the model's dtype; ``best``: see ``models.native.model.StepOutput``, None if unknown."""
+
+    values: torch.Tensor
+    best: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class ModelRunner:
@@ -41,8 +50,8 @@ class ModelRunner:
         self._encoded = [group for group, item in enumerate(store.storage) if item.encoded]
 
     @torch.inference_mode()
-    def forward(self, chunks: Seq[Chunk], rows: np.ndarray) -> torch.Tensor:
-        """Logits [len(rows), vocab], in the model's dtype, of the packed rows ``rows`` (ascending).
+    def forward(self, chunks: Seq[Chunk], rows: np.ndarray) -> StepLogits:
+        """Logits [len(rows), vocab] of the packed rows ``rows`` (ascending).
 
         The chunks' tokens are packed in order; their keys and values are written on the way.
         """
@@ -55,7 +64,7 @@ class ModelRunner:
             keep = torch.from_numpy(rows).to(self._device)
             tasks = self._tasks(chunks, self._done(chunks), firsts + counts)
             return self._call(ids, queries.positions, queries, tables, keep, tasks)
-        return self._forward_tiles(chunks, ids, counts, firsts, tables, rows)
+        return StepLogits(self._forward_tiles(chunks, ids, counts, firsts, tables, rows))
 
     def recycle(self) -> None:
         """The logits of the last ``forward`` are not read any more."""
@@ -105,7 +114,7 @@ class ModelRunner:
         tables: tuple[torch.Tensor, ...],
         keep: torch.Tensor,
         tasks: dict[int, EncodeTask],
-    ) -> torch.Tensor:
+    ) -> StepLogits:
         last = int(np.max(queries.first_position_host + np.diff(queries.query_start_host), initial=1)) - 1
         output = self._model(
             input_ids=torch.from_numpy(ids).to(self._device).unsqueeze(0),
@@ -121,8 +130,7 @@ class ModelRunner:
                 last_block=last // self._store.formats[0].block_size,
             ),
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return StepLogits(output.logits[0], getattr(output, "best", None))
 
     def _forward_tiles(
         self,
@@ -155,7 +163,8 @@ class ModelRunner:
             keep = every_row if len(wanted) else every_row[:1]
             ends = firsts + np.maximum(end - starts[:-1], 0)  # chunks that begin later have nothing due yet
             tasks = self._tasks(chunks, done, ends)
-            logits = self._call(padded, positions, queries, tuple(table[select] for table in tables), keep, tasks)
+            chosen = tuple(table[select] for table in tables)
+            logits = self._call(padded, positions, queries, chosen, keep, tasks).values
             if len(wanted):
                 parts.append(logits[torch.from_numpy(wanted).to(self._device)])
         return torch.cat(parts) if parts else torch.empty(0, 0, device=self._device)

@@ -152,6 +152,28 @@ class SamplerOutput:
         return [self._logprobs.get(row) for row in range(len(self.token_ids))]
 
 
+def takes_best(params: SamplingParams, step: int) -> bool:
+    """Whether a row's token is just the place of its largest logit, with nothing to change or to report."""
+    return (
+        params.temperature < GREEDY_TEMPERATURE
+        and params.logprobs is None
+        and not params.logit_bias
+        and params.repetition_penalty == 1.0
+        and params.presence_penalty == 0.0
+        and params.frequency_penalty == 0.0
+        and step >= params.min_tokens
+    )
+
+
+def take_best(logits: Tensor, best: tuple[Tensor, Tensor] | None = None) -> SamplerOutput:
+    """The token of the largest logit of every row of ``logits`` [N, V]: what `sample` gives rows that `takes_best`.
+
+    ``best``, where it is known: first places [N] int64 and values [N] float32 of the largest, NaN counting as largest.
+    """
+    places, values = _best(logits) if best is None else best
+    return _output(places, values)
+
+
 def sample(logits: Tensor, batch: SamplingBatch, grammar_bitmask: Tensor | None = None) -> SamplerOutput:
     """Choose a token for every row.
 
@@ -174,10 +196,7 @@ def sample(logits: Tensor, batch: SamplingBatch, grammar_bitmask: Tensor | None 
             x = x.to(torch.float32, copy=True)
             _edit(x, first, batch, None if grammar_bitmask is None else grammar_bitmask[part])
         token_ids[part], maximum[part] = _choose(x, first, batch)
-    trouble = torch.where(maximum == NEGATIVE_INFINITY, _NOTHING_ALLOWED, _NOT_FINITE)
-    status = torch.where(maximum.isfinite(), _OK, trouble).to(torch.int8)
-    token_ids.masked_fill_(status != _OK, FAILED_TOKEN)
-    output = SamplerOutput(token_ids=token_ids, status=status)
+    output = _output(token_ids, maximum)
     asked = [row for row, top in enumerate(batch.logprobs) if top is not None]
     if asked:
         failed = output.errors()
@@ -186,6 +205,13 @@ def sample(logits: Tensor, batch: SamplingBatch, grammar_bitmask: Tensor | None 
         found = token_logprobs(logits[index], token_ids[index], [batch.logprobs[row] or 0 for row in asked])
         output._logprobs = dict(zip(asked, found, strict=True))
     return output
+
+
+def _output(token_ids: Tensor, maximum: Tensor) -> SamplerOutput:
+    """``token_ids`` [N] with what each row's largest logit says of it."""
+    trouble = torch.where(maximum == NEGATIVE_INFINITY, _NOTHING_ALLOWED, _NOT_FINITE)
+    status = torch.where(maximum.isfinite(), _OK, trouble).to(torch.int8)
+    return SamplerOutput(token_ids=token_ids.masked_fill(status != _OK, FAILED_TOKEN), status=status)
 
 
 def _edit(x: Tensor, first: int, batch: SamplingBatch, grammar_bitmask: Tensor | None) -> None:

@@ -39,7 +39,7 @@ def teacher_forced(
             if not manager.reserve(sequence.cache, end):
                 raise CapacityError(f"the cache is too small for {end} tokens; give more --kv-cache-memory")
             wanted = np.arange(max(0, min(first_wanted, end - 1) - start), end - start)  # a pass gives one at least
-            logits = engine.runner.forward([Chunk(sequence, start, end - start)], wanted)
+            logits = engine.runner.forward([Chunk(sequence, start, end - start)], wanted).values
             if end > first_wanted:
                 yield logits.float()
             manager.commit(sequence.cache, sequence.token_ids, end)

@@ -29,9 +29,14 @@ class NoNativeStepError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """As transformers' model output: ``logits`` [1, N, vocab] float32."""
+    """As transformers' model output: ``logits`` [1, N, vocab] float32.
+
+    ``best``: of each row the first place [N] int64 of its largest logit and that logit [N] float32, NaN
+    counting as largest; None where it was not looked for.
+    """
 
     logits: torch.Tensor
+    best: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class NativeModel(nn.Module):
@@ -131,6 +136,11 @@ class NativeModel(nn.Module):
     def set_embedding_scale(self, scale: float) -> None:
         self._step.set_embedding_scale(scale)
 
+    @property
+    def passes_by_rows(self) -> int:
+        """Passes in which each thread took rows of its own through all layers (``csrc/lanes.h``)."""
+        return self._step.by_rows()
+
     def take_times(self) -> dict[str, float]:
         """Seconds in matrix products, attention, encoding and everything else since the last call."""
         times: dict[str, float] = self._step.take_times()
@@ -173,6 +183,10 @@ class NativeModel(nn.Module):
         if self._encodings is None or self._encodings.store is not store:
             self._encodings = Encodings(store, backend)
         logits = self._lend(len(rows) * self._vocab).view(len(rows), self._vocab)
+        # Of a prompt's rows nobody asks for the best; what changes logits afterwards could make equals of them.
+        best = None
+        if len(rows) <= queries.num_sequences and self._logit_divisor == 1.0 and not self._softcap:
+            best = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows), dtype=torch.float32)
         not_finite = self._step.run(
             ids.data_ptr(),
             positions.data_ptr(),
@@ -187,13 +201,14 @@ class NativeModel(nn.Module):
             rows.data_ptr(),
             len(rows),
             logits.data_ptr(),
+            *((0, 0) if best is None else (best[0].data_ptr(), best[1].data_ptr())),
         )
         count_faults(store, not_finite)
         if self._logit_divisor != 1.0:
             logits /= self._logit_divisor
         if self._softcap:
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
-        return StepOutput(logits.unsqueeze(0))
+        return StepOutput(logits.unsqueeze(0), best)
 
     def recycle(self) -> None:
         """The logits of the last pass are not read any more: the next may overwrite them.
