@@ -737,7 +737,7 @@ void coded_chunk(const ChunkArgs& args) {
         for (int i = 0; i < args.count; ++i) segment_scores<T>(args, args.segments[i]);
     }
     const int begin = args.first / Vec::W * Vec::W, end = (args.end + Vec::W - 1) / Vec::W * Vec::W;
-    for (int row = 0; row < args.rows; ++row) softmax_row<T>(args, row, begin, end);
+    softmax_rows<T>(args, begin, end);
     if (format.v_codes.exponent_bits != 0) return small_float_outputs(args, scratch, begin, end);
     if (format.v_codes.bits != 0) return coded_outputs(args, scratch, begin, end);
     for (int row = 0; row < args.rows; ++row) {

@@ -111,7 +111,7 @@ void attend_chunk(const ChunkArgs& args) {
         if (args.latent != nullptr) latent_scores<T>(args, args.segments[s]);
     }
     const int begin = args.first / W * W, end = (args.end + W - 1) / W * W;
-    for (int row = 0; row < args.rows; ++row) softmax_row<T>(args, row, begin, end);
+    softmax_rows<T>(args, begin, end);
     // Rows of one segment can have had another before it or not: all start from zero then.
     const bool several = args.count > 1;
     for (int row = 0; several && row < args.rows; ++row) {

@@ -76,19 +76,20 @@ static inline Vec::F tanh_vec(Vec::F x) {
     return Vec::select(Vec::lt(size, Vec::set1(0.6f)), small, with_sign);
 }
 
-// One row: logits from scores at tokens [begin, end) (multiples of W), weights 2^(logit - top) and
-// their sum. Tokens outside [low, high) get weight 0; what their scores hold does not matter.
+// What a row's weights are made of: logit = score * factor, and the tokens whose vectors are visible at all.
+struct RowSpan {
+    int from, to;
+    float factor;
+};
+
+// The largest logit of one row, from scores at its visible tokens; scores of others in its vectors become -inf.
 template <class T>
-void softmax_row(const ChunkArgs& args, int row, int begin, int end) {
+RowSpan softmax_top(const ChunkArgs& args, int row, int begin) {
     constexpr int W = Vec::W;
     constexpr float minus_infinity = -__builtin_inff();
     float* scores = args.scores + static_cast<ptrdiff_t>(row) * kLda;
-    auto* weights = (Same<T, BF16Dot>::value ? static_cast<typename T::A*>(args.weights)
-                                             : reinterpret_cast<typename T::A*>(args.scores)) +
-                    static_cast<ptrdiff_t>(row) * kLda;
     const int low = args.low[row], high = args.high[row];
     const bool any = low < high;
-    // Vectors with a visible token.
     const int from = any ? low / W * W : begin, to = any ? high : begin;
 
     // logit = score * scale, of which the largest is largest score * scale; with a softcap, and
@@ -111,9 +112,21 @@ void softmax_row(const ChunkArgs& args, int row, int begin, int end) {
     if (to % W != 0 && any) mask(to / W * W);
     Vec::F top = Vec::set1(minus_infinity);
     for (int t = from; t < to; t += W) top = Vec::max(top, Vec::load(scores + t));
-    const float most = any ? Vec::reduce_max(top) * scale : minus_infinity;
-    const Vec::F factor = Vec::set1(scale), minus_top = Vec::set1(-most);
+    args.top[row] = any ? Vec::reduce_max(top) * scale : minus_infinity;
+    return {from, to, scale};
+}
 
+// The row's weights 2^(logit - top) at tokens [begin, end) (multiples of W) and their sum. Tokens that are not visible
+// get weight 0.
+template <class T>
+void softmax_weights(const ChunkArgs& args, int row, int begin, int end, const RowSpan& span) {
+    constexpr int W = Vec::W;
+    const float* scores = args.scores + static_cast<ptrdiff_t>(row) * kLda;
+    auto* weights = (Same<T, BF16Dot>::value ? static_cast<typename T::A*>(args.weights)
+                                             : reinterpret_cast<typename T::A*>(args.scores)) +
+                    static_cast<ptrdiff_t>(row) * kLda;
+    const int from = span.from, to = span.to;
+    const Vec::F factor = Vec::set1(span.factor), minus_top = Vec::set1(-args.top[row]);
     constexpr bool pairs = Same<T, BF16Dot>::value;
     Vec::F sum = Vec::zero();
     const auto put = [&](int t, Vec::F p) {
@@ -147,8 +160,20 @@ void softmax_row(const ChunkArgs& args, int row, int begin, int end) {
         sum = Vec::add(sum, put(t, p[0]));
     }
     for (; t < end; t += W) put(t, Vec::zero());
-    args.top[row] = most;
     args.sum[row] = Vec::reduce_add(sum);
+}
+
+// Logits from scores, weights and their sums, of all rows. A few at a time: while one finds its largest logit across
+// lanes, which takes long for what it is, others have something to do.
+template <class T>
+void softmax_rows(const ChunkArgs& args, int begin, int end) {
+    constexpr int kTogether = 4;
+    for (int first = 0; first < args.rows; first += kTogether) {
+        const int count = args.rows - first < kTogether ? args.rows - first : kTogether;
+        RowSpan spans[kTogether];
+        for (int i = 0; i < count; ++i) spans[i] = softmax_top<T>(args, first + i, begin);
+        for (int i = 0; i < count; ++i) softmax_weights<T>(args, first + i, begin, end, spans[i]);
+    }
 }
 
 }  // namespace kvloom::KVLOOM_ISA
