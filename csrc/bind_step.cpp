@@ -22,6 +22,7 @@ auto pointer(T StepLayer::*member) {
 int64_t step_run(Lanes& step, uintptr_t ids, uintptr_t positions, int tokens, const std::vector<std::pair<uintptr_t, uintptr_t>>& ropes,
               int rotary_channels, const std::vector<const Format*>& formats, const std::vector<const Batch*>& batches,
               const std::vector<Encoding>& encodings, const std::vector<EncodeTask>& encode_tasks, nb::object encode,
+              nb::object decode,
               uintptr_t rows, int num_rows, uintptr_t logits, uintptr_t best, uintptr_t best_value) {
     StepInput input{};
     input.encodings = encodings;
@@ -30,6 +31,12 @@ int64_t step_run(Lanes& step, uintptr_t ids, uintptr_t positions, int tokens, co
         input.encode = [&encode](int layer) {
             nb::gil_scoped_acquire acquire;
             encode(layer);
+        };
+    }
+    if (!decode.is_none()) {
+        input.decode = [&decode](int layer) {
+            nb::gil_scoped_acquire acquire;
+            decode(layer);
         };
     }
     input.ids = address<const int64_t>(ids);
@@ -93,11 +100,11 @@ void bind_step(nb::module_& m) {
         .def_rw("scale", &StepLayer::scale)
         .def_rw("softcap", &StepLayer::softcap);
     nb::class_<Encoding>(m, "Encoding", "How the layers of a group read encoded blocks; matrices by address.")
-        .def("__init__", [](Encoding* self, int storage, int sinks, int recents, uintptr_t query_turn,
+        .def("__init__", [](Encoding* self, int storage, bool decoded, int sinks, int recents, uintptr_t query_turn,
                             bool turns_by_head, uintptr_t output_turn, uintptr_t means, const BlockEncoder* encoder) {
-            new (self) Encoding{storage, sinks, recents, address<const float>(query_turn),
+            new (self) Encoding{storage, decoded, sinks, recents, address<const float>(query_turn),
                                 turns_by_head, address<const float>(output_turn), address<const float>(means), encoder};
-        }, nb::arg("storage"), nb::arg("sinks"), nb::arg("recents"), nb::arg("query_turn"), nb::arg("turns_by_head"), nb::arg("output_turn"),
+        }, nb::arg("storage"), nb::arg("decoded"), nb::arg("sinks"), nb::arg("recents"), nb::arg("query_turn"), nb::arg("turns_by_head"), nb::arg("output_turn"),
            nb::arg("means"), nb::arg("encoder").none());
     nb::class_<EncodeTask>(m, "EncodeTask", "Arena offsets of spans to encode and of their encoded ones, by address.")
         .def("__init__", [](EncodeTask* self, uintptr_t from, uintptr_t to, int count) {
@@ -127,7 +134,7 @@ void bind_step(nb::module_& m) {
         .def("add_layer", [](Lanes& step, const StepLayer& layer) { step.change().add_layer(layer); })
         .def("run", &step_run, nb::arg("ids"), nb::arg("positions"), nb::arg("tokens"), nb::arg("ropes"),
              nb::arg("rotary_channels"), nb::arg("formats"), nb::arg("batches"), nb::arg("encodings"),
-             nb::arg("encode_tasks"), nb::arg("encode").none(), nb::arg("rows"), nb::arg("num_rows"), nb::arg("logits"),
+             nb::arg("encode_tasks"), nb::arg("encode").none(), nb::arg("decode").none(), nb::arg("rows"), nb::arg("num_rows"), nb::arg("logits"),
              nb::arg("best"), nb::arg("best_value"))
         .def("by_rows", &Lanes::by_rows, "Runs in which each thread took rows of its own through all layers.")
         .def("take_times", [](Lanes& step) {

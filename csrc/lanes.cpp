@@ -54,6 +54,7 @@ int64_t Lanes::run(const StepInput& input) {
 // Whether the input is worth lanes; their sequences then take about as long each.
 bool Lanes::cut(const StepInput& input) {
     const int threads = whole_.parallel().num_threads(), tokens = input.tokens;
+    if (input.decode) return false;  // which is Python's, in memory that all share
     if (threads < 2 || tokens < static_cast<int64_t>(kRowsPerThread) * threads * threads) return false;
     const Batch& batch = input.batches.front();
     if (batch.sequences != tokens || !std::is_sorted(input.rows, input.rows + input.num_rows)) return false;

@@ -361,7 +361,7 @@ void Step::attention(int index, const StepInput& input) {
         attend(kernels_, plans_[layer.group], batch.layer_offset, attention, parallel_);
     } else {
         encode_due(index, input);
-        attend_encoded(layer, input, attention);
+        attend_encoded(index, input, attention);
     }
     lap(Phase::attention);
 }
@@ -380,7 +380,8 @@ void Step::encode_due(int index, const StepInput& input) {
 }
 
 // Attends raw recents, raw sinks and encoded blocks, and merges them by their log-sum-exps.
-void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attention& attention) {
+void Step::attend_encoded(int index, const StepInput& input, Attention& attention) {
+    const StepLayer& layer = layers_[index];
     const Encoding& encoding = *encoding_of(input, layer.group);
     const Format &raw = *input.formats[layer.group], &coded = *input.formats[encoding.storage];
     const int tokens = input.tokens, heads = layer.query_heads, k_dim = raw.k_dim, v_dim = raw.v_dim;
@@ -390,6 +391,8 @@ void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attent
     float* const lse = grow(lse_, 3 * rows);
     float* const parts = grow(part_, 2 * rows * v_dim);  // sinks', encoded
     const int64_t raw_offset = layer.place * raw.layer_bytes;
+    const int64_t coded_offset = encoding.decoded ? 0 : layer.place * coded.layer_bytes;
+    if (encoding.decoded) input.decode(index);
 
     attention.lse = lse;
     // Queries as codes are read: fp32, turned as keys were.
@@ -418,7 +421,7 @@ void Step::attend_encoded(const StepLayer& layer, const StepInput& input, Attent
     encoded.out = parts + rows * v_dim;
     encoded.lse = lse + 2 * rows;
     // The longest first, so that threads end together.
-    Planned calls[kMostPlanned] = {{&encoded_plans_[layer.group], layer.place * coded.layer_bytes, encoded},
+    Planned calls[kMostPlanned] = {{&encoded_plans_[layer.group], coded_offset, encoded},
                                    {&plans_[layer.group], raw_offset, attention}};
     if (encoding.sinks > 0) {
         attention.out = parts;

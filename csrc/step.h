@@ -39,6 +39,8 @@ struct StepLayer {
 // `recents` before a query's own are raw, the others are in storage group `storage`.
 struct Encoding {
     int storage = -1;  // -1: nothing is encoded
+    // Storage group's blocks are not the arena's but those of one layer, decoded: StepInput::decode puts them there.
+    bool decoded = false;
     int sinks = 0, recents = 0;
     // [dim][dim], or null: what queries are multiplied with before, outputs after. Of queries one for all heads, or
     // one per place and KV head.
@@ -72,6 +74,7 @@ struct StepInput {
     // without an encoder of their own a function, or empty.
     std::vector<EncodeTask> encode_tasks;
     std::function<void(int layer)> encode;
+    std::function<void(int layer)> decode;
     const int64_t* rows;  // whose logits are wanted
     int num_rows;
     float* logits;  // [num_rows, vocab]
@@ -126,7 +129,7 @@ private:
     void layer(int index, const StepInput& input);
     void attention(int index, const StepInput& input);
     void encode_due(int index, const StepInput& input);
-    void attend_encoded(const StepLayer& layer, const StepInput& input, Attention& attention);
+    void attend_encoded(int index, const StepInput& input, Attention& attention);
     void logits(const StepInput& input);
     void norm_pack(const float* x, const float* weight, const int64_t* rows, int count);
     void add_residual(const float* norm, int tokens);

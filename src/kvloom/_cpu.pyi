@@ -167,6 +167,7 @@ class Encoding:
     def __init__(
         self,
         storage: int,
+        decoded: bool,
         sinks: int,
         recents: int,
         query_turn: int,
@@ -210,6 +211,7 @@ class Step:
         encodings: list[Encoding],
         encode_tasks: list[EncodeTask],
         encode: Callable[[int], None] | None,
+        decode: Callable[[int], None] | None,
         rows: int,
         num_rows: int,
         logits: int,

@@ -36,7 +36,7 @@ from kvloom.engine.draw import sequence_seed
 from kvloom.engine.guard import Probe, guard_encoding
 from kvloom.engine.logprobs import prompt_logprobs
 from kvloom.engine.noise import SAFETY, measure_noise
-from kvloom.engine.pipeline import bits_per_value, describe, resolve_encoding, unread_natively
+from kvloom.engine.pipeline import bits_per_value, describe, resolve_encoding
 from kvloom.engine.runner import ModelRunner, StepLogits
 from kvloom.engine.sampler import SamplerOutput, SamplingBatch, SamplingRow, sample, take_best, takes_best
 from kvloom.engine.scheduler import Chunk, Scheduler
@@ -103,7 +103,7 @@ class Engine:
         self.encoding, self.guarded_layers = self._guard(make_coder)
         if self.encoding is not None and self.encoding.layers:
             self.loaded = replace(self.loaded, layout=split_layers(self.loaded.layout, self.encoding.layers))
-        self.step_name, self._native_difference = self._choose_step(backend, make_coder)
+        self.step_name, self._native_difference = self._choose_step(backend)
         model = self.loaded
         self.plan = self._plan_memory()
         arena = allocate_arena(self.plan.arena_bytes, self.device)
@@ -114,6 +114,10 @@ class Engine:
             storage=self.plan.storage,
             backend=backend,
         )
+        if isinstance(model.model, NativeModel):
+            decoded = model.model.decoded_first(self.store)
+            if decoded:
+                self.step_name = f"native (PyTorch decodes what is read: {'; '.join(decoded)})"
         self._namespace = self._make_namespace()
         on_free = (lambda offset, size: poison(arena, offset, size)) if config.debug_poison else None
         if config.debug_poison:
@@ -188,7 +192,7 @@ class Engine:
         probe = Probe(loaded=self.loaded, block_size=pipeline.block_size, max_tokens=self.max_model_len)
         return guard_encoding(self.encoding, pipeline.codec_guard, probe, make_coder)
 
-    def _choose_step(self, backend: KernelBackend, make_coder: MakeCoder) -> tuple[str, float]:
+    def _choose_step(self, backend: KernelBackend) -> tuple[str, float]:
         """Put a native step in the model's place where there is one; its name, and its distance from transformers.
 
         Raises:
@@ -199,8 +203,7 @@ class Engine:
             return "transformers", 0.0
         if isinstance(loaded.model, NativeModel):
             return "native", 0.0
-        reason = unread_natively(self.encoding, loaded, backend, config.pipeline.block_size, make_coder)
-        found = reason or build_native_step(loaded.model, loaded.model_type, loaded.layout, backend)
+        found = build_native_step(loaded.model, loaded.model_type, loaded.layout, backend)
         if isinstance(found, NativeStep):
             self.loaded = replace(loaded, model=found.model)
             return "native", found.difference

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
-from kvloom.attention.formats import MakeCoder
 from kvloom.core.codec_sizes import CODEC_CHOICES, RAW_DTYPES, is_served, parse_codec
 from kvloom.core.config import PipelineConfig
 from kvloom.core.errors import ConfigError
 from kvloom.core.layout import KVLayout
 from kvloom.core.sizes import MemoryPlan
 from kvloom.core.storage import Encoding, is_encoded, protected_homes, split_layers
-from kvloom.kernels.coded import removed_mean
-from kvloom.kernels.cpu import CpuBackend
-from kvloom.kernels.ops import KernelBackend, PlaneFormat
-from kvloom.models.loader import LoadedModel
 
 
 def resolve_encoding(pipeline: PipelineConfig, layout: KVLayout, dtype: str) -> Encoding | None:
@@ -52,30 +45,6 @@ def resolve_encoding(pipeline: PipelineConfig, layout: KVLayout, dtype: str) -> 
         why = "every full-attention layer is protected" if layers else "all its layers have windows, which stay raw"
         raise ConfigError(f"codec {choice.name!r} would encode nothing of this model: {why}; use codec raw")
     return encoding
-
-
-def unread_natively(
-    encoding: Encoding | None, loaded: LoadedModel, backend: KernelBackend, block_size: int, make: MakeCoder
-) -> str | None:
-    """Why a native step cannot read what ``encoding`` encodes, or None."""
-    if encoding is None or not isinstance(backend, CpuBackend):
-        return None
-    capped = getattr(loaded.hf_config, "attn_logit_softcapping", None)
-    for group in loaded.layout.groups:
-        if not is_encoded(group, encoding):
-            continue
-        for plane in group.planes:
-            name = encoding.plane_codec(plane.name, "raw")
-            if name == "raw":
-                continue
-            coder = make(name, plane.name, plane.dim, block_size)
-            fmt = PlaneFormat(name=plane.name, dim=plane.dim, dtype=torch.uint8, offset=0, codec=coder)
-            reason = backend.unreadable_plane(fmt, block_size)
-            if reason is None and capped and removed_mean(coder, group.layers[0]) is not None:
-                reason = "a softcap needs the keys' mean in every logit"
-            if reason is not None:
-                return reason
-    return None
 
 
 def describe(encoding: Encoding | None, block_size: int, guarded: tuple[int, ...] = ()) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import torch
 from kvloom.core.config import EngineConfig, PipelineConfig
 from kvloom.core.errors import CodecError
 from kvloom.engine.engine import Engine
-from kvloom.engine.pipeline import resolve_encoding, unread_natively
+from kvloom.engine.pipeline import resolve_encoding
 from kvloom.engine.scoring import teacher_forced
 from kvloom.gate.needle import Haystack
 from kvloom.models.loader import LoadedModel
@@ -177,16 +177,11 @@ def _loss(setting: Setting, engine: Engine, tally: _Tally, longest: int, exact_p
 
 
 def _engine_like(exact: Engine, config: EngineConfig) -> Engine:
-    """An engine for ``config``, on the exact one's weights where that one's forward pass can read the codec."""
+    """An engine for ``config``, on the exact one's weights where they tell all that the codec must know."""
     encoding = resolve_encoding(config.pipeline, exact.loaded.layout, exact.info.dtype)
     if exact.info.step == "native":
         try:
-            make_coder = exact.make_coder(encoding)
-            reason = unread_natively(
-                encoding, exact.loaded, exact.store.backend, config.pipeline.block_size, make_coder
-            )
-        except CodecError as error:  # perhaps only for want of what a native model no longer tells
-            reason = str(error)
-        if reason is not None:
+            exact.make_coder(encoding)
+        except CodecError:  # perhaps only for want of what a native model no longer tells
             return Engine(config)
     return Engine(config, exact.loaded)

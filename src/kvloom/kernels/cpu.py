@@ -13,6 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ import torch
 from kvloom import _cpu
 from kvloom.core.errors import ConfigError
 from kvloom.kernels.coded import METHODS, native_codes, native_encoder, removed_mean, removed_means
+from kvloom.kernels.decoded import DecodedBlocks, decoded_format
 from kvloom.kernels.ops import EVERY_KEY, BlockFormat, KeyRange, Order, PlaneFormat, QueryBatch
 from kvloom.kernels.packing import DTYPE_CODES
 from kvloom.kernels.reference import ReferenceBackend
@@ -112,6 +114,8 @@ class CpuBackend:
         self.fallbacks: Counter[str] = Counter()
         self._kernels = _cpu.Kernels(self.variant, self.num_threads, gomp_parallel)
         self._reference = ReferenceBackend(deterministic=deterministic)
+        self._raw_formats: dict[int, tuple[BlockFormat, BlockFormat]] = {}  # of encoded ones that are decoded first
+        self._decoded: tuple[_Decoding, DecodedBlocks] | None = None
         # By identity: hashing a format takes longer than a small call. The format is kept, so its id stays its own.
         self._formats: dict[tuple[int, int], tuple[BlockFormat, str | None, _cpu.Format | None]] = {}
         self._encoders: dict[tuple[int, int], tuple[BlockFormat, BlockFormat, _BlockEncoder | None]] = {}
@@ -197,11 +201,20 @@ class CpuBackend:
         want_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         num_tokens, num_query_heads, _ = q.shape
-        reason, native = self._lookup(fmt, num_query_heads)
-        if native is not None and q.dtype not in DTYPE_CODES:
-            reason, native = f"queries are {q.dtype}", None
-        if native is not None and softcap and _removes_mean(fmt):
-            reason, native = "a softcap needs the keys' mean in every logit", None
+        native = self._lookup(fmt, num_query_heads)[1]
+        reason = self.unread(fmt, num_query_heads, capped=bool(softcap))
+        if reason is None and q.dtype not in DTYPE_CODES:
+            reason = f"queries are {q.dtype}"
+        if reason is not None:
+            native = None
+        if native is None and q.dtype in DTYPE_CODES and self.decodes(fmt, num_query_heads):
+            self.fallbacks[f"decode: {reason}"] += 1
+            blocks = self.decoded_blocks(fmt, tables, batch, keys, window)
+            blocks.fill(arena, layer_offset)
+            return self.attend(
+                q, blocks.arena, blocks.format, 0, blocks.tables, batch, scale=scale, window=window, softcap=softcap,
+                sinks=sinks, keys=keys, want_lse=want_lse,
+            )  # fmt: skip
         if native is None:
             self.fallbacks[f"attend: {reason}"] += 1
             return self._reference.attend(
@@ -275,9 +288,42 @@ class CpuBackend:
         )  # fmt: skip
         return out, lse
 
-    def unreadable_plane(self, plane: PlaneFormat, block_size: int) -> str | None:
-        """Why an encoded ``plane`` is not read natively, or None."""
-        return _coded_reason(plane, block_size, self._width)
+    def unread(self, fmt: BlockFormat, num_query_heads: int, *, capped: bool) -> str | None:
+        """Why blocks of ``fmt`` are not read natively as they lie, or None. ``capped``: logits have a softcap."""
+        reason = self._lookup(fmt, num_query_heads)[0]
+        if reason is None and capped and _removes_mean(fmt):
+            reason = "a softcap needs the keys' mean in every logit"
+        return reason
+
+    def decodes(self, fmt: BlockFormat, num_query_heads: int) -> bool:
+        """Whether the blocks of an encoded ``fmt``, decoded by PyTorch, can be read natively."""
+        if not fmt.is_encoded or fmt.planes[0].name != "k":
+            return False
+        return self._lookup(self._raw_format(fmt), num_query_heads)[0] is None
+
+    def decoded_blocks(
+        self,
+        fmt: BlockFormat,
+        tables: torch.Tensor,
+        batch: QueryBatch,
+        keys: KeyRange = EVERY_KEY,
+        window: int | None = None,
+    ) -> DecodedBlocks:
+        """What ``batch`` reads of encoded blocks, to be decoded layer by layer; the last one asked for is kept."""
+        asked = _Decoding(fmt, tables, batch, keys, window)
+        before = self._decoded
+        if before is not None and before[0].same(asked):
+            return before[1]
+        memory = None if before is None else before[1].arena
+        blocks = DecodedBlocks(fmt, self._raw_format(fmt), tables, batch, keys, window, memory)
+        self._decoded = (asked, blocks)
+        return blocks
+
+    def _raw_format(self, fmt: BlockFormat) -> BlockFormat:
+        found = self._raw_formats.get(id(fmt))
+        if found is None or found[0] is not fmt:
+            found = self._raw_formats[id(fmt)] = (fmt, decoded_format(fmt, self.plane_order))
+        return found[1]
 
     def native_format(self, fmt: BlockFormat, num_query_heads: int) -> _cpu.Format:
         """``fmt`` as native code takes it.
@@ -393,6 +439,22 @@ class CpuBackend:
             if plane.offset % 4:
                 return f"plane {plane.name} is not aligned to 4 bytes"
         return None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Decoding:
+    """What ``decoded_blocks`` was asked for."""
+
+    fmt: BlockFormat
+    tables: torch.Tensor
+    batch: QueryBatch
+    keys: KeyRange
+    window: int | None
+
+    def same(self, other: _Decoding) -> bool:
+        """Objects by identity: they are not changed while a pass runs."""
+        alike = self.fmt is other.fmt and self.tables is other.tables and self.batch is other.batch
+        return alike and (self.keys, self.window) == (other.keys, other.window)
 
 
 class _BlockEncoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 from kvloom import _cpu
-from kvloom.attention.batch import KVBatch
+from kvloom.attention.batch import KVBatch, KVStore
 from kvloom.attention.encoded import count_faults, encode_due
 from kvloom.core.layout import KVLayout
 from kvloom.kernels.cpu import CpuBackend
+from kvloom.kernels.decoded import DecodedBlocks
+from kvloom.kernels.ops import KeyRange
 from kvloom.kernels.packing import DTYPE_CODES, PackedLinear, Packer
 from kvloom.models.native.encodings import Encodings
 from kvloom.models.native.shapes import ACTIVATIONS, SHAPES, activation_of, unrecognised
@@ -119,6 +122,7 @@ class NativeModel(nn.Module):
         self.set_embedding_scale(rounded)
         self._step.set_head(head.native, self._norm(body.norm))
         self._query_heads: dict[int, int] = {}  # by layer group, whose layers share a plan of attention
+        self._capped: set[int] = set()  # layer groups with a softcap
         for index, layer in enumerate(layers):
             self._add_layer(index, layer, config)
         self._softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
@@ -175,13 +179,16 @@ class NativeModel(nn.Module):
         queries = kv.queries
         ends = queries.first_position_host + np.diff(queries.query_start_host)
         self._cover(int(ends.max(initial=0)))
+        encodings = self._encodings_of(store)
         formats, batches = [], []
+        decoded: dict[int, DecodedBlocks] = {}
         for group, fmt in enumerate(store.formats):
-            home = store.storage[group].home
+            home, arena, tables = store.storage[group].home, store.arena, kv.tables[group]
+            if fmt.is_encoded and home in encodings.decoded:
+                decoded[home] = self._decoded_blocks(kv, group)
+                fmt, arena, tables = decoded[home].format, decoded[home].arena, decoded[home].tables
             formats.append(backend.native_format(fmt, self._query_heads[home]))
-            batches.append(backend.native_batch(store.arena, kv.tables[group], queries))
-        if self._encodings is None or self._encodings.store is not store:
-            self._encodings = Encodings(store, backend)
+            batches.append(backend.native_batch(arena, tables, queries))
         logits = self._lend(len(rows) * self._vocab).view(len(rows), self._vocab)
         # Of a prompt's rows nobody asks for the best; what changes logits afterwards could make equals of them.
         best = None
@@ -195,9 +202,10 @@ class NativeModel(nn.Module):
             self._angles[0][0].shape[-1],
             formats,
             batches,
-            self._encodings.native,
+            encodings.native,
             self._encode_tasks(kv),
             partial(self._encode, kv) if kv.encode else None,
+            partial(self._decode, kv, decoded) if decoded else None,
             rows.data_ptr(),
             len(rows),
             logits.data_ptr(),
@@ -240,6 +248,30 @@ class NativeModel(nn.Module):
     def _encode(self, kv: KVBatch, layer: int) -> None:
         group, place = self._layout.homes[layer]
         encode_due(kv, kv.store.storage[group], place)
+
+    def decoded_first(self, store: KVStore) -> list[str]:
+        """Why PyTorch decodes encoded blocks of ``store`` before they are read; empty where it does not."""
+        return sorted(set(self._encodings_of(store).decoded.values()))
+
+    def _encodings_of(self, store: KVStore) -> Encodings:
+        if self._encodings is None or self._encodings.store is not store:
+            self._encodings = Encodings(store, self._backend, self._query_heads, self._capped)
+        return self._encodings
+
+    def _decoded_blocks(self, kv: KVBatch, group: int) -> DecodedBlocks:
+        item, store = kv.store.storage[kv.store.storage[group].home], kv.store
+        assert item.recents is not None
+        keys = KeyRange(first_block=item.sinks, min_lag=item.recents + 1)
+        window = self._layout.groups[item.home].window
+        return self._backend.decoded_blocks(store.formats[group], kv.tables[group], kv.queries, keys, window)
+
+    def _decode(self, kv: KVBatch, decoded: Mapping[int, DecodedBlocks], layer: int) -> None:
+        group, place = self._layout.homes[layer]
+        store = kv.store
+        twin = store.storage[group].twin
+        assert twin is not None
+        self._backend.fallbacks[f"decode: {self._encodings_of(store).decoded[group]}"] += 1
+        decoded[group].fill(store.arena, place * store.formats[twin].layer_bytes)
 
     # -- building -----------------------------------------------------------------------------------
 
@@ -346,6 +378,8 @@ class NativeModel(nn.Module):
         native.window = -1 if spec.window is None else spec.window
         native.scale = float(attention.scaling)
         native.softcap = float(getattr(attention, "attn_logit_softcapping", None) or 0.0)
+        if native.softcap:
+            self._capped.add(group)
         if self._query_heads.setdefault(group, query_heads) != query_heads:
             raise NoNativeStepError("layers with equal caches have different numbers of query heads")
         self._step.add_layer(native)

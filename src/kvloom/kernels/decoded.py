@@ -1,0 +1,121 @@
+"""Encoded blocks that no native kernel reads, decoded by PyTorch into raw ones that it does.
+
+The slow way to read a codec: what a layer's queries need of the encoded blocks is decoded anew in every pass. It
+serves every codec, and is counted as a fallback (``CpuBackend.fallbacks``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kvloom.kernels.ops import BlockFormat, KeyRange, Order, QueryBatch
+from kvloom.kernels.reference import ReferenceBackend
+
+# (plane, dtype, dim, block size) -> order and pack
+PlaneOrder = Callable[[str, torch.dtype, int, int], tuple[Order, int]]
+
+
+def decoded_format(fmt: BlockFormat, plane_order: PlaneOrder) -> BlockFormat:
+    """The blocks of one layer of ``fmt`` decoded: float32, each plane as ``plane_order`` of a backend has it."""
+    planes, offset = [], 0
+    for plane in fmt.planes:
+        order, pack = plane_order(plane.name, torch.float32, plane.dim, fmt.block_size)
+        if pack != 1:
+            raise ValueError(f"plane {plane.name} in float32 lies in packs of {pack}, not one by one")
+        planes.append(
+            replace(plane, dtype=torch.float32, offset=offset, order=order, pack=pack, codec=None),
+        )
+        offset += 4 * fmt.block_size * plane.dim
+    return replace(fmt, block_bytes=offset, layer_bytes=offset * fmt.num_heads, planes=tuple(planes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Encoded spans that a pass reads: arena offsets and first positions, int64 [N]."""
+
+    offsets: torch.Tensor
+    first_positions: torch.Tensor
+
+
+class DecodedBlocks:
+    """What one pass reads of the blocks of ``fmt``, in memory of its own; good for all layers, one at a time.
+
+    Args:
+        fmt: the encoded blocks in the arena.
+        raw: ``decoded_format`` of it.
+        tables: int64 [S, max_blocks], the encoded spans in the arena.
+        batch: the pass's queries.
+        keys, window: what they read of them.
+        memory: to be used again if it is large enough; None for new memory.
+
+    Attributes:
+        arena: uint8, where ``fill`` puts a layer's blocks.
+        tables: int64 [S, max_blocks] into it, -1 where nothing is read.
+    """
+
+    def __init__(
+        self,
+        fmt: BlockFormat,
+        raw: BlockFormat,
+        tables: torch.Tensor,
+        batch: QueryBatch,
+        keys: KeyRange,
+        window: int | None,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        self.format = raw
+        self._fmt = fmt
+        size, host = fmt.block_size, tables.numpy()
+        found: dict[int, int] = {}  # span -> its place; a span is the same block of all that share it
+        first: list[int] = []
+        places = np.full(host.shape, -1, dtype=np.int64)
+        for row, (start, count) in enumerate(
+            zip(batch.first_position_host, np.diff(batch.query_start_host), strict=True)
+        ):
+            if count == 0:
+                continue
+            low = max(0, keys.bounds(int(start), size, window)[0])
+            high = keys.bounds(int(start + count - 1), size, window)[1]
+            for block in range(low // size, -(-high // size) if low < high else 0):
+                span = int(host[row, block])
+                if span < 0:
+                    continue
+                if span not in found:
+                    found[span] = len(first)
+                    first.append(block * size)
+                places[row, block] = found[span] * raw.layer_bytes
+        self._spans = _Spans(torch.tensor(list(found), dtype=torch.int64), torch.tensor(first, dtype=torch.int64))
+        needed = len(first) * raw.layer_bytes
+        if memory is None or len(memory) < needed:
+            memory = torch.empty(needed, dtype=torch.uint8)
+        self.arena = memory
+        self.tables = torch.from_numpy(places)
+
+    def fill(self, arena: torch.Tensor, layer_offset: int) -> None:
+        """Decode the layer whose blocks begin ``layer_offset`` bytes behind their spans."""
+        fmt, raw, spans = self._fmt, self.format, self._spans
+        count, size = len(spans.offsets), fmt.block_size
+        if count == 0:
+            return
+        offsets = spans.offsets + layer_offset
+        to = self.arena[: count * raw.layer_bytes].view(torch.float32).view(count, fmt.num_heads, -1)
+        for source, target in zip(fmt.planes, raw.planes, strict=True):
+            if source.codec is None:
+                within = torch.arange(size).repeat(count)
+                index = ReferenceBackend.element_places(
+                    source, fmt, offsets.repeat_interleave(size), within, arena.device
+                )
+                rows = arena.view(source.dtype)[index].unflatten(0, (count, size)).transpose(1, 2)
+            else:
+                data = arena[ReferenceBackend.encoded_index(source, fmt, offsets)]
+                layer = fmt.layers[layer_offset // fmt.layer_bytes]
+                rows = source.codec.decode(data, layer=layer, first_position=spans.first_positions)
+            begin = target.offset // 4
+            plane = to[:, :, begin : begin + size * target.dim]  # rows are [N, heads, size, dim]
+            if target.order == "channel":
+                rows = rows.transpose(2, 3)
+            plane.unflatten(2, tuple(rows.shape[2:])).copy_(rows)
