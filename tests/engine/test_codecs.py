@@ -29,6 +29,7 @@ def codec_engine(
     recent_tokens: int | None = 16,
     protect_layers: str = "",
     prefix_cache: bool = True,
+    calibration: str | None = None,
     loaded: Any = None,
     **settings: Any,
 ) -> Engine:
@@ -43,6 +44,7 @@ def codec_engine(
         recent_tokens=recent_tokens,
         protect_layers=protect_layers,
         prefix_cache=prefix_cache,
+        calibration=calibration,
     )
     return Engine(EngineConfig(pipeline=pipeline, **settings), loaded or load_tiny(model_type))
 

@@ -15,10 +15,10 @@ import torch
 from kvloom.core.config import EngineConfig, PipelineConfig
 from kvloom.core.errors import CodecError
 from kvloom.engine.engine import Engine
-from kvloom.engine.pipeline import resolve_encoding
 from kvloom.engine.scoring import teacher_forced
 from kvloom.gate.needle import Haystack
 from kvloom.models.loader import LoadedModel
+from kvloom.models.native.model import NativeModel
 
 CHUNK = 512
 AT_ONCE = 4  # settings measured beside one exact run; each has a cache of its own
@@ -178,10 +178,9 @@ def _loss(setting: Setting, engine: Engine, tally: _Tally, longest: int, exact_p
 
 def _engine_like(exact: Engine, config: EngineConfig) -> Engine:
     """An engine for ``config``, on the exact one's weights where they tell all that the codec must know."""
-    encoding = resolve_encoding(config.pipeline, exact.loaded.layout, exact.info.dtype)
-    if exact.info.step == "native":
-        try:
-            exact.make_coder(encoding)
-        except CodecError:  # perhaps only for want of what a native model no longer tells
-            return Engine(config)
-    return Engine(config, exact.loaded)
+    try:
+        return Engine(config, exact.loaded)
+    except CodecError:
+        if not isinstance(exact.loaded.model, NativeModel):
+            raise
+        return Engine(config)  # perhaps it was only for want of what a native model no longer tells

@@ -9,6 +9,7 @@ import torch
 
 from kvloom.codecs.rope import RopeTable, Style
 from kvloom.core.errors import CodecError
+from kvloom.models.native.model import NativeModel
 
 TOLERANCE = 1e-4
 
@@ -19,6 +20,8 @@ def rope_table(model: Any, positions: int, head_dim: int) -> RopeTable | None:
     transformers' own ``apply_rotary_pos_emb`` of the model decides which channels form pairs: both
     styles are tried against it.
     """
+    if isinstance(model, NativeModel):
+        return model.rope_table(positions)
     rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
     apply = getattr(sys.modules.get(type(model).__module__), "apply_rotary_pos_emb", None)
     frequencies = getattr(rotary, "inv_freq", None)

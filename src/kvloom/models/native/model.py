@@ -14,6 +14,7 @@ from torch import nn
 from kvloom import _cpu
 from kvloom.attention.batch import KVBatch, KVStore
 from kvloom.attention.encoded import count_faults, encode_due
+from kvloom.codecs.rope import RopeTable
 from kvloom.core.layout import KVLayout
 from kvloom.kernels.cpu import CpuBackend
 from kvloom.kernels.decoded import DecodedBlocks
@@ -144,6 +145,14 @@ class NativeModel(nn.Module):
     def passes_by_rows(self) -> int:
         """Passes in which each thread took rows of its own through all layers (``csrc/lanes.h``)."""
         return self._step.by_rows()
+
+    def rope_table(self, positions: int) -> RopeTable | None:
+        """The table of positions 0 … ``positions`` - 1, or None where layers rotate by different ones."""
+        frequencies = getattr(self._rotary, "inv_freq", None)
+        if self._rope_types != [None] or not isinstance(frequencies, torch.Tensor):
+            return None
+        factor = float(getattr(self._rotary, "attention_scaling", 1.0))
+        return RopeTable.from_frequencies(frequencies.cpu(), max(positions, 16), factor=factor, style="half")
 
     def take_times(self) -> dict[str, float]:
         """Seconds in matrix products, attention, encoding and everything else since the last call."""
