@@ -17,6 +17,8 @@ using Item = AttentionPlan::Item;
 constexpr int64_t kItemsPerThread = 16;  // where threads share
 // Rough cost of reading a key in units of the cost of a multiply-add per query row.
 constexpr int64_t kReadCost = 8;
+// Strips that shared the chunk before stay in one tile for so few keys of their own: an item each would cost more.
+constexpr int64_t kShortTail = 64;
 
 // Strips that may have blocks in common, or those of one sequence.
 struct Family {
@@ -35,7 +37,7 @@ struct Scratch {
     std::vector<int> slots;  // hash table of nodes; -1: free
     std::vector<int> path;   // nodes of a strip
     std::vector<int> needing;
-    std::vector<int> latest;  // [strips], the tile of the chunk before that it was the first of
+    std::vector<int> latest;  // [strips], the last tile that it was put in
     std::vector<int> parts;   // [tiles], items per head
 };
 
@@ -184,7 +186,10 @@ private:
             for (size_t begin = 0, end; begin < s_.needing.size(); begin = end) {
                 int rows = strip_rows(begin);
                 for (end = begin + 1; end < s_.needing.size(); ++end) {
-                    if (!linked(p_.strips[s_.needing[end - 1]], p_.strips[s_.needing[end]], chunk)) break;
+                    if (!linked(p_.strips[s_.needing[end - 1]], p_.strips[s_.needing[end]], chunk) &&
+                        !stay_together(s_.needing[end - 1], s_.needing[end], chunk)) {
+                        break;
+                    }
                     rows += strip_rows(end);
                 }
                 while (begin < end) {  // into tiles of nearly equal size
@@ -200,6 +205,13 @@ private:
         }
     }
 
+    // Whether two strips that shared the chunk before are at their ends.
+    bool stay_together(int a, int b, int64_t chunk) const {
+        const int tile = s_.latest[a];
+        return tile >= 0 && tile == s_.latest[b] && p_.tiles[tile].end_chunk == chunk &&
+               std::max(p_.strips[a].high, p_.strips[b].high) - chunk * kChunk <= kShortTail;
+    }
+
     int strip_rows(size_t needing) const { return p_.strips[s_.needing[needing]].rows; }
 
     // The tile of the chunk before goes on if it has the same strips.
@@ -213,7 +225,7 @@ private:
                 return;
             }
         }
-        s_.latest[strips[0]] = static_cast<int>(p_.tiles.size());
+        for (int i = 0; i < count; ++i) s_.latest[strips[i]] = static_cast<int>(p_.tiles.size());
         add_tile(strips, count, {chunk, chunk + 1});
     }
 

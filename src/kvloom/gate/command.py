@@ -66,18 +66,23 @@ def quality(
     output: Annotated[
         Path | None, typer.Option("--output", help="write the table there as Markdown", show_default=False)
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", help="keep losses there; what it has is not measured again", show_default=False),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Read texts with each codec and with the exact cache: KL divergence, agreement, perplexity, needles.
 
     A codec's default protection is measured on all windows; the others, where they differ from it, on
-    one window of the shortest length of each text.
+    one window of the shortest length of each text. All codecs take hours on two cores: with --record a run
+    that is stopped goes on where it was. A page at --output keeps what stands below its last line.
     """
 
     def finish(tables: Tables) -> None:  # after every row: a long run that is stopped leaves what it found
         if output is not None:
             page = markdown(model, [path.name for path in text or ()], block_size, tables)
-            output.write_text(page, encoding="utf-8")
+            output.write_text(page + _kept(output), encoding="utf-8")
 
     try:
         names = protection or list(PROTECTIONS)
@@ -87,7 +92,8 @@ def quality(
         if not text:
             raise RequestError("give at least one --text FILE")
         shape = dict(_window(one) for one in window or ["1024x4", "4096x1"])
-        tables = _run(model, text, codec, names, shape, needles, block_size, cache_dir, finish)
+        tables = _run(model, text, codec, names, shape, needles, block_size, cache_dir, record, finish)
+        finish(tables)
     except KvloomError as error:
         print(f"kvloom: {error}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, RequestError) else error.exit_status) from None
@@ -112,10 +118,12 @@ def _run(
     needles: int,
     block_size: int,
     cache_dir: str | None,
+    record: Path | None,
     finish: Callable[[Tables], None],
 ) -> Tables:
     from kvloom.core.config import EngineConfig, PipelineConfig
     from kvloom.gate.quality import measure
+    from kvloom.gate.record import Record, digest
     from kvloom.models.loader import load_model
 
     config = EngineConfig(
@@ -128,19 +136,38 @@ def _run(
     loaded = load_model(config)
     usual, others = _settings(codecs, protections)
     contents = [path.read_text(encoding="utf-8") for path in texts]
+    about = {"weights": loaded.weights_digest, "texts": digest(contents), "block_size": block_size}
+    known = Record(record, about)
     tables: Tables = {}
     runs = [(length, count, usual) for length, count in sorted(shape.items())]
     if others:
         runs.insert(1, (min(shape), 1, others))
     started = time.monotonic()
     for length, count, settings in runs:
-        windows, haystacks = _windows(loaded, contents, length, count, needles if length == min(shape) else 0)
-        losses = tables.setdefault((length, count), [])
-        for loss in measure(config, settings, windows, loaded, haystacks):
-            losses.append(loss)
-            print(f"{length} x {count} {_row(loss)}  {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+        hidden = needles if length == min(shape) else 0
+        found = {setting: known.find(setting, length, count, hidden) for setting in settings}
+        missing = [setting for setting, loss in found.items() if loss is None]
+
+        def note(length: int = length, count: int = count, found: dict[Setting, Loss | None] = found) -> None:
+            tables.setdefault((length, count), [])[:] = [loss for loss in found.values() if loss is not None]
             finish(tables)
+
+        note()
+        windows, haystacks = _windows(loaded, contents, length, count, hidden)
+        for loss in measure(config, missing, windows, loaded, haystacks) if missing else ():
+            found[loss.setting] = loss
+            known.add(loss, length, count, hidden)
+            print(f"{length} x {count} {_row(loss)}  {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+            note()
     return tables
+
+
+def _kept(page: Path) -> str:
+    """What somebody wrote below the generated part of a page that is there already."""
+    if not page.exists():
+        return ""
+    _, mark, rest = page.read_text(encoding="utf-8").partition(END)
+    return rest if mark else ""
 
 
 def _settings(codecs: Sequence[str] | None, protections: Sequence[str]) -> tuple[list[Setting], list[Setting]]:
@@ -184,6 +211,8 @@ def _windows(
     return windows, haystacks
 
 
+END = "<!-- generated up to here by kvloom gate quality -->\n"
+
 COLUMNS = (
     "codec", "raw first / last", "bits", "bits kept", "KL mean", "median", "p99", "top-1", "perplexity", "needles",
 )  # fmt: skip
@@ -223,4 +252,4 @@ def markdown(model: str, texts: Sequence[str], block_size: int, tables: Tables) 
         lines += ["", f"## {many} of each text", "", f"Exact perplexity {exact:.3f}.", ""]
         lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
         lines += [_row(loss) for loss in losses]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", END])
