@@ -1,8 +1,9 @@
 #include "lanes.h"
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
+
+#include "shares.h"
 
 namespace kvloom {
 namespace {
@@ -30,19 +31,20 @@ int64_t Lanes::run(const StepInput& input) {
     ++by_rows_;
     struct Work {
         std::vector<Lane>& lanes;
-        std::atomic<size_t> next{0};
+        Shares shares;  // threads keep their lanes, and with them what they have in their caches
         std::vector<std::exception_ptr> failures;
-    } work{lanes_, {}, std::vector<std::exception_ptr>(lanes_.size())};
+    } work{lanes_, Shares(static_cast<int64_t>(lanes_.size()), whole_.parallel().num_threads()),
+           std::vector<std::exception_ptr>(lanes_.size())};
     whole_.parallel().run(
         [](void* data) {
             auto& work = *static_cast<Work*>(data);
-            for (size_t i = work.next++; i < work.lanes.size(); i = work.next++) {
+            work.shares.work([&](int64_t i) {
                 try {
                     work.lanes[i].step.run(work.lanes[i].input);
                 } catch (...) {  // must not leave the thread that it was thrown in
                     work.failures[i] = std::current_exception();
                 }
-            }
+            });
         },
         &work, true);
     for (const std::exception_ptr& failure : work.failures) {

@@ -15,6 +15,7 @@ namespace {
 // Rows that one reading of a panel serves: their activations stay in the second-level cache.
 constexpr int kRowBlock = 128;
 constexpr int kSmallRows = 16;  // up to here the rows' work between products is not worth waking threads
+constexpr int kFetchedRows = 64;  // where a row of keys goes is fetched beforehand; more would fill the cache
 constexpr int kSmallTurns = 3;  // nor that of turning their queries
 // Panels that a thread reads in a row, at most, and how many runs each thread should find.
 constexpr int kMostPanels = 8, kRunsPerThread = 6;
@@ -312,6 +313,9 @@ void Step::attention(int index, const StepInput& input) {
     const int tokens = input.tokens, panel = kernels_.panel, width = layer.qkv.outputs;
     const int keys_at = layer.query_heads * format.k_dim, values_at = keys_at + format.num_heads * format.k_dim;
     float* qkv = grow(qkv_, static_cast<size_t>(tokens) * width);
+    Batch batch = input.batches[layer.group];
+    batch.layer_offset = layer.place * format.layer_bytes;
+    if (tokens <= kFetchedRows) fetch_for_write(format, batch);
     linear(layer.qkv, grow(packed_, 0), tokens, 1, [&](int first_panel, int first, int count, const float* tile) {
         const int column = first_panel * panel, columns = std::min(panel, width - column);
         for (int r = 0; r < count; ++r) {
@@ -319,8 +323,9 @@ void Step::attention(int index, const StepInput& input) {
                              columns * sizeof(float));
         }
     });
+    // Rows in bf16: queries as pairs are multiplied with, keys and values as they are stored.
     const bool pairs = dot_ && format.dtype == DType::bf16;
-    if (pairs && queries_.size() < static_cast<size_t>(tokens) * keys_at) queries_.resize(static_cast<size_t>(tokens) * keys_at);
+    if (pairs && rounded_.size() < static_cast<size_t>(tokens) * width) rounded_.resize(static_cast<size_t>(tokens) * width);
     each(tokens, tokens > kSmallRows, [&](int t) {
         float* row = qkv + static_cast<ptrdiff_t>(t) * width;
         for (int head = 0; head < layer.query_heads + format.num_heads; ++head) {
@@ -334,20 +339,23 @@ void Step::attention(int index, const StepInput& input) {
             }
         }
         if (pairs) {
-            kernels_.pack_row(row, keys_at, queries_.data() + static_cast<ptrdiff_t>(t) * keys_at, kChunk, 0, true);
+            kernels_.pack_row(row, width, rounded_.data() + static_cast<ptrdiff_t>(t) * width, kChunk, 0, true);
         }
     });
     lap(Phase::rest);
 
-    Batch batch = input.batches[layer.group];
-    batch.layer_offset = layer.place * format.layer_bytes;
-    write(format, batch, {qkv + keys_at, DType::f32, width, format.k_dim},
-          {qkv + values_at, DType::f32, width, format.v_dim}, parallel_);
+    if (pairs) {
+        write(format, batch, {rounded_.data() + keys_at, DType::bf16, width, format.k_dim},
+              {rounded_.data() + values_at, DType::bf16, width, format.v_dim}, parallel_);
+    } else {
+        write(format, batch, {qkv + keys_at, DType::f32, width, format.k_dim},
+              {qkv + values_at, DType::f32, width, format.v_dim}, parallel_);
+    }
     lap(Phase::rest);
     Attention attention;
-    attention.q = pairs ? static_cast<const void*>(queries_.data()) : qkv;
+    attention.q = pairs ? static_cast<const void*>(rounded_.data()) : qkv;
     attention.q_dtype = pairs ? DType::bf16 : DType::f32;
-    attention.q_token_stride = pairs ? keys_at : width;
+    attention.q_token_stride = width;
     attention.q_head_stride = format.k_dim;
     attention.query_heads = layer.query_heads;
     attention.out = grow(attended_, static_cast<size_t>(tokens) * layer.query_heads * format.v_dim);

@@ -154,7 +154,7 @@ private:
     // Per layer group, for the batch at hand: all keys, or raw recents, raw sinks and encoded.
     std::vector<AttentionPlan> plans_, sink_plans_, encoded_plans_;
     std::vector<float> part_, turned_, lse_;
-    std::vector<uint16_t> queries_;  // bf16, for kernels that multiply pairs
+    std::vector<uint16_t> rounded_;  // rows of qkv_ in bf16, for kernels that multiply pairs
     int64_t not_finite_ = 0;
     Times times_;
     double last_ = 0;

@@ -52,6 +52,10 @@ void write_keys(void* plane, const void* rows, int64_t stride, int first, int en
     for (int d = 0; d < dim; d += P) {
         Out* row = out + static_cast<int64_t>(d) * block_size;
         for (int t = first; t < end; ++t) {
+            if constexpr (P == 2 && to == from) {  // a pair as it is
+                __builtin_memcpy(row + t * P, in + (t - first) * stride + d, sizeof(uint32_t));
+                continue;
+            }
             for (int p = 0; p < P; ++p) row[t * P + p] = convert<to, from>(in[(t - first) * stride + d + p]);
         }
     }
@@ -159,6 +163,22 @@ void write(const Format& format, const Batch& batch, const Rows& k, const Rows& 
     const int64_t tokens = batch.sequences == 0 ? 0 : batch.query_start[batch.sequences];
     const bool wide = tokens * format.num_heads * (format.k_dim + format.v_dim) > 64 * 1024;
     parallel.run([](void* data) { static_cast<Call*>(data)->work(); }, &call, wide);
+}
+
+void fetch_for_write(const Format& format, const Batch& batch) {
+    const int64_t size = format.block_size, item = item_bytes(format.dtype), pack = format.dtype == DType::bf16 ? 2 : 1;
+    for (int s = 0; s < batch.sequences; ++s) {
+        if (batch.query_start[s + 1] == batch.query_start[s]) continue;
+        const int64_t position = batch.first_position[s], within = position % size;
+        const unsigned char* block = batch.block(format, s, position / size);
+        for (int head = 0; head < format.num_heads; ++head, block += format.block_bytes) {
+            const unsigned char* keys = block + format.k_offset + within * pack * item;  // [dim/P][token][P]
+            for (int d = 0; d < format.k_dim; d += static_cast<int>(pack), keys += size * pack * item) __builtin_prefetch(keys, 1, 2);
+            const int64_t row = format.v_dim * pack * item;  // [token/P][dim][P]
+            const unsigned char* const values = block + format.v_offset + within / pack * row;
+            for (int64_t at = 0; at < row; at += 64) __builtin_prefetch(values + at, 1, 2);
+        }
+    }
 }
 
 }  // namespace kvloom
