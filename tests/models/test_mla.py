@@ -323,6 +323,21 @@ def test_encoded_latents_cost_little_and_hits_nothing(kernels: str) -> None:
     assert engine.snapshot().prefix_hit_tokens == 112
     planes = engine.store.formats[1].planes
     assert [plane.codec is not None for plane in planes] == [True, False]  # rope stays raw
+    kinds = {kind.split(":")[0] for kind in engine.snapshot().fallbacks}
+    assert kinds == (set() if kernels == "reference" else {"decode", "encode"})
+
+
+def test_decoded_latents_are_attended_as_the_reference_does() -> None:
+    prompt = prompt_of(2, 150)
+
+    def logprobs(kernels: str) -> list[float]:
+        engine = make_engine(*load("deepseek_v3"), kernels=kernels, codec="turboquant4", max_batch_tokens=37)
+        ask(engine, "x", prompt, max_tokens=20, logprobs=0, ignore_eos=True)
+        ask(engine, "y", prompt[:90] + prompt_of(3, 40), max_tokens=8, logprobs=0, ignore_eos=True)
+        answers = run(engine)
+        return [entry.logprob for key in sorted(answers) for output in answers[key] for entry in output.logprobs or ()]
+
+    assert logprobs("cpu") == pytest.approx(logprobs("reference"), abs=1e-3)
 
 
 def test_codecs_with_scales_per_channel_are_refused_for_latents() -> None:

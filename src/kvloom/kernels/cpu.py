@@ -265,8 +265,17 @@ class CpuBackend:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         num_tokens, num_query_heads, latent_dim = q_latent.shape
         reason, native = self._lookup(fmt, num_query_heads)
-        if native is not None and (q_latent.dtype not in DTYPE_CODES or q_rope.dtype != q_latent.dtype):
+        known = q_latent.dtype in DTYPE_CODES and q_rope.dtype == q_latent.dtype
+        if not known:
             reason, native = f"queries are {q_latent.dtype} and {q_rope.dtype}", None
+        if native is None and known and self.decodes(fmt, num_query_heads):
+            self.fallbacks[f"decode: {reason}"] += 1
+            blocks = self.decoded_blocks(fmt, tables, batch, keys)
+            blocks.fill(arena, layer_offset)
+            return self.attend_latent(
+                q_latent, q_rope, blocks.arena, blocks.format, 0, blocks.tables, batch, scale=scale, keys=keys,
+                want_lse=want_lse,
+            )  # fmt: skip
         if native is None:
             self.fallbacks[f"attend_latent: {reason}"] += 1
             return self._reference.attend_latent(
@@ -297,9 +306,7 @@ class CpuBackend:
 
     def decodes(self, fmt: BlockFormat, num_query_heads: int) -> bool:
         """Whether the blocks of an encoded ``fmt``, decoded by PyTorch, can be read natively."""
-        if not fmt.is_encoded or fmt.planes[0].name != "k":
-            return False
-        return self._lookup(self._raw_format(fmt), num_query_heads)[0] is None
+        return fmt.is_encoded and self._lookup(self._raw_format(fmt), num_query_heads)[0] is None
 
     def decoded_blocks(
         self,
