@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvloom.core.config import EngineConfig
 from kvloom.core.layout import KVLayout
-from kvloom.core.sizes import MemoryPlan, plan_memory
+from kvloom.core.sizes import DTYPE_BYTES, MemoryPlan, plan_memory
 from kvloom.core.storage import Encoding, split_layers
 from kvloom.engine.pipeline import resolve_encoding
 
@@ -26,7 +25,6 @@ def cache_budget(config: EngineConfig, layout: KVLayout, dtype: str, loads: Sequ
     before any sequence starts, so blocks that windows have passed lie in the prefix cache beside those that they need:
     there is room for them too, or the one would push out the other.
     """
-    layout = replace(layout, groups=tuple(replace(group, window=None) for group in layout.groups))
     encoding = resolve_encoding(config.pipeline, layout, dtype)
     plan = _plan(config, layout, dtype, encoding)
     needed = max(plan.slabs_for(sequences, tokens) * plan.slab_bytes for sequences, tokens in loads)
@@ -34,7 +32,9 @@ def cache_budget(config: EngineConfig, layout: KVLayout, dtype: str, loads: Sequ
     if encoding is not None:
         raw = _plan(config, layout, dtype, None)
         copies = max(raw.slabs_for(group_size(sequences), tokens) * raw.slab_bytes for sequences, tokens in loads)
-    return int(ROOM * needed) + copies + LEAST_ROOM
+    windowed = sum(group.elements_per_token for group in layout.groups if group.window is not None)
+    passed = max(windowed * DTYPE_BYTES[dtype] * sequences * tokens for sequences, tokens in loads)
+    return int(ROOM * (needed + passed)) + copies + LEAST_ROOM
 
 
 def group_size(sequences: int) -> int:

@@ -1,4 +1,4 @@
-// Python bindings of the native step; kvloom.kernels.step, the only caller, checks types and shapes and
+// Python bindings of the native step; kvloom.models.native, the only caller, checks types and shapes and
 // keeps alive whatever is given by address.
 
 #include <nanobind/nanobind.h>

@@ -90,9 +90,7 @@ bool Lanes::cut(const StepInput& input) {
         }
         until[i + 1] = until[i] + cost;
     }
-    if (lanes_.empty()) {
-        for (int i = 0; i < threads; ++i) lanes_.push_back(Lane{whole_.alone(), 0, 0, {}, {}});
-    }
+    while (static_cast<int>(lanes_.size()) < threads) lanes_.push_back(Lane{whole_.alone(), 0, 0, {}, {}});
     int first = 0;
     int64_t longest = 0;
     for (int i = 0; i < threads; ++i) {

@@ -14,9 +14,9 @@ namespace {
 
 // Rows that one reading of a panel serves: their activations stay in the second-level cache.
 constexpr int kRowBlock = 128;
-constexpr int kSmallRows = 16;  // up to here the rows' work between products is not worth waking threads
-constexpr int kFetchedRows = 64;  // where a row of keys goes is fetched beforehand; more would fill the cache
-constexpr int kSmallTurns = 3;  // nor that of turning their queries
+constexpr int kSmallRows = 16;    // up to here the rows' work between products is not worth waking threads
+constexpr int kSmallTurns = 3;    // nor that of turning their queries
+constexpr int kFetchedRows = 64;  // up to here where rows of keys go is fetched beforehand; more would fill the cache
 // Panels that a thread reads in a row, at most, and how many runs each thread should find.
 constexpr int kMostPanels = 8, kRunsPerThread = 6;
 
@@ -400,7 +400,7 @@ void Step::attend_encoded(int index, const StepInput& input, Attention& attentio
     float* const parts = grow(part_, 2 * rows * v_dim);  // sinks', encoded
     const int64_t raw_offset = layer.place * raw.layer_bytes;
     const int64_t coded_offset = encoding.decoded ? 0 : layer.place * coded.layer_bytes;
-    if (encoding.decoded) input.decode(index);
+    if (encoding.decoded && input.decode) input.decode(index);
 
     attention.lse = lse;
     // Queries as codes are read: fp32, turned as keys were.

@@ -121,7 +121,6 @@ public:
     Times take_times();
 
 private:
-    struct Rows;
     enum class Phase { linear, attention, encode, rest };
 
     void plan(const StepInput& input);

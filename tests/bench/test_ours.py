@@ -125,3 +125,13 @@ def test_prompts_are_of_the_models_tokens(model: Path) -> None:
     worker, _ = load(model, "raw")
     worker.cell = DECODE
     assert max(map(max, worker._prompts(0))) < VOCAB_SIZE
+
+
+def test_blocks_that_windows_have_passed_have_room_under_every_codec() -> None:
+    window = LayerSpec.kv(num_heads=1, k_dim=64, v_dim=64, window=512)
+    layout = group_layers([window] * 5 + [LayerSpec.kv(num_heads=1, k_dim=64, v_dim=64)])
+    tokens = 8 * 4096
+    for codec in ("raw", "int4"):
+        config = engine_config(("test", {"codec": codec}))
+        found = cache_budget(config, layout, "bfloat16", ((8, 4096),)) - budget.LEAST_ROOM
+        assert found > 1.25 * tokens * 5 * 128 * 2

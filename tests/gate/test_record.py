@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from kvloom.core.errors import RequestError
 from kvloom.gate import command
@@ -45,23 +46,76 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, line: str) -> None:
         Record(path, ABOUT)
 
 
-def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[str] = []
+def test_a_line_that_a_stop_tore_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "losses.jsonl"
+    setting, other = Setting(codec="int8"), Setting(codec="int4")
+    Record(path, ABOUT).add(loss_of(setting), 1024, 2, 4)
+    Record(path, ABOUT).add(loss_of(other), 1024, 2, 4)
+    path.write_text(path.read_text()[:-20])
+    again = Record(path, ABOUT)
+    assert again.find(setting, 1024, 2, 4) == loss_of(setting) and again.find(other, 1024, 2, 4) is None
+    again.add(loss_of(other), 1024, 2, 4)
+    assert Record(path, ABOUT).find(other, 1024, 2, 4) == loss_of(other)
 
-    def measure(config: Any, settings: Any, *rest: Any) -> Any:
+
+class Stand:
+    """``measure`` without a model: it is stopped at int4 once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.measured: list[str] = []
+        monkeypatch.setattr("kvloom.gate.quality.measure", self.measure)
+        monkeypatch.setattr("kvloom.models.loader.load_model", lambda config: Loaded())
+        monkeypatch.setattr("kvloom.models.calibration.find_calibration", lambda *_: None)
+        monkeypatch.setattr(command, "_windows", lambda *_: ([], []))
+
+    def measure(self, config: Any, settings: Any, *rest: Any) -> Any:
         for setting in settings:
-            if setting.codec == "int4" and "int4" not in measured:
-                measured.append("int4")
+            stopped = setting.codec == "int4" and "int4" not in self.measured
+            self.measured.append(setting.codec)
+            if stopped:
                 raise KeyboardInterrupt
-            measured.append(setting.codec)
             yield loss_of(setting)
 
-    class Loaded:
-        weights_digest = "w"
 
-    monkeypatch.setattr("kvloom.gate.quality.measure", measure)
-    monkeypatch.setattr("kvloom.models.loader.load_model", lambda config: Loaded())
-    monkeypatch.setattr(command, "_windows", lambda *_: ([], []))
+class Loaded:
+    weights_digest = "w"
+    tokenizer_digest = "t"
+
+
+def rows_of(page: Path) -> list[str]:
+    return [line.split("|")[1].strip() for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+
+
+def test_both_runs_over_one_window_stand_in_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch)
+    stand.measured.append("int4")
+    text, output = tmp_path / "text.txt", tmp_path / "page.md"
+    text.write_text("words")
+    command.quality(model="m", text=[text], codec=["int8", "int4"], window=["64x1"], needles=0, output=output)
+    assert rows_of(output) == ["int8", "int4", "int8", "int4"]  # default; int8 with 16 / 64; int4 with none
+
+
+def test_a_page_of_others_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Stand(monkeypatch)
+    text, output = tmp_path / "text.txt", tmp_path / "page.md"
+    text.write_text("words")
+    output.write_text("# Mine\n")
+    with pytest.raises(typer.Exit):
+        command.quality(model="m", text=[text], codec=["int8"], window=["64x1"], needles=0, output=output)
+    assert output.read_text() == "# Mine\n"
+    output.write_text("# Mine\n" + command.END)
+
+    def refuse(*_: Any) -> Any:
+        raise RequestError("the text is too short")
+
+    monkeypatch.setattr(command, "_windows", refuse)
+    with pytest.raises(typer.Exit):
+        command.quality(model="m", text=[text], codec=["int8"], window=["64x1"], needles=0, output=output)
+    assert output.read_text() == "# Mine\n" + command.END
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Stand(monkeypatch).measured
     text, output, record = tmp_path / "text.txt", tmp_path / "page.md", tmp_path / "losses.jsonl"
     text.write_text("words")
 
@@ -78,9 +132,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run()
     assert measured == ["int8", "int4", "int4", "fp8"]
     page = output.read_text()
-    assert [page.index(f"| {codec} |") for codec in ("int8", "int4", "fp8")] == sorted(
-        page.index(f"| {codec} |") for codec in ("int8", "int4", "fp8")
-    )
+    assert rows_of(output) == ["int8", "int4", "fp8"]
     assert page.endswith(command.END + "\nWhat people make of it.\n")
     before = page
     run()  # nothing is left to measure

@@ -202,6 +202,11 @@ class Engine:
         if config.step == "transformers":
             return "transformers", 0.0
         if isinstance(loaded.model, NativeModel):
+            if loaded.layout != loaded.model.layout:
+                raise ConfigError(
+                    "the native model was made for other layer groups: engines that share it must keep the same layers "
+                    "raw (protect_layers); load the model anew"
+                )
             return "native", 0.0
         found = build_native_step(loaded.model, loaded.model_type, loaded.layout, backend)
         if isinstance(found, NativeStep):

@@ -82,7 +82,9 @@ def quality(
     def finish(tables: Tables) -> None:  # after every row: a long run that is stopped leaves what it found
         if output is not None:
             page = markdown(model, [path.name for path in text or ()], block_size, tables)
-            output.write_text(page + _kept(output), encoding="utf-8")
+            part = output.with_name(output.name + ".part")
+            part.write_text(page + _kept(output), encoding="utf-8")
+            part.replace(output)
 
     try:
         names = protection or list(PROTECTIONS)
@@ -91,6 +93,8 @@ def quality(
             raise RequestError(f"protection {unknown[0]!r} is not known; known: {', '.join(PROTECTIONS)}")
         if not text:
             raise RequestError("give at least one --text FILE")
+        if output is not None and output.exists() and END not in output.read_text(encoding="utf-8"):
+            raise RequestError(f"--output {output} is there and not by this command; name another file, or remove it")
         shape = dict(_window(one) for one in window or ["1024x4", "4096x1"])
         tables = _run(model, text, codec, names, shape, needles, block_size, cache_dir, record, finish)
         finish(tables)
@@ -124,6 +128,7 @@ def _run(
     from kvloom.core.config import EngineConfig, PipelineConfig
     from kvloom.gate.quality import measure
     from kvloom.gate.record import Record, digest
+    from kvloom.models.calibration import find_calibration
     from kvloom.models.loader import load_model
 
     config = EngineConfig(
@@ -136,7 +141,14 @@ def _run(
     loaded = load_model(config)
     usual, others = _settings(codecs, protections)
     contents = [path.read_text(encoding="utf-8") for path in texts]
-    about = {"weights": loaded.weights_digest, "texts": digest(contents), "block_size": block_size}
+    calibration = find_calibration(None, loaded.weights_digest, cache_dir)
+    about = {
+        "weights": loaded.weights_digest,
+        "tokenizer": loaded.tokenizer_digest,
+        "calibration": "" if calibration is None else calibration.digest,
+        "texts": digest(contents),
+        "block_size": block_size,
+    }
     known = Record(record, about)
     tables: Tables = {}
     runs = [(length, count, usual) for length, count in sorted(shape.items())]
@@ -145,20 +157,18 @@ def _run(
     started = time.monotonic()
     for length, count, settings in runs:
         hidden = needles if length == min(shape) else 0
+        windows, haystacks = _windows(loaded, contents, length, count, hidden)
         found = {setting: known.find(setting, length, count, hidden) for setting in settings}
         missing = [setting for setting, loss in found.items() if loss is None]
-
-        def note(length: int = length, count: int = count, found: dict[Setting, Loss | None] = found) -> None:
-            tables.setdefault((length, count), [])[:] = [loss for loss in found.values() if loss is not None]
-            finish(tables)
-
-        note()
-        windows, haystacks = _windows(loaded, contents, length, count, hidden)
+        table = tables.setdefault((length, count), [])
+        before = list(table)  # of the run before, where both read one window
+        table += [loss for loss in found.values() if loss is not None]
         for loss in measure(config, missing, windows, loaded, haystacks) if missing else ():
             found[loss.setting] = loss
             known.add(loss, length, count, hidden)
             print(f"{length} x {count} {_row(loss)}  {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-            note()
+            table[:] = [*before, *(loss for loss in found.values() if loss is not None)]
+            finish(tables)
     return tables
 
 

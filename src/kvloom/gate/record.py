@@ -1,7 +1,7 @@
 """Losses that were measured, kept in a file of JSON lines: a long run that is stopped goes on where it was.
 
 A line says what was measured and what came out. A loss is taken for measured if all that it depends on is equal:
-weights, texts, windows, setting, block size and needles. It does not depend on kernels beyond their rounding.
+weights, tokenizer, calibration, texts, windows, setting, block size and needles. Kernels only matter by their rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Record:
         self._losses: dict[str, Loss] = {}
         if path is None or not path.exists():
             return
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        whole, newline, torn = path.read_text(encoding="utf-8").rpartition("\n")
+        if torn and newline:  # a run was stopped while it wrote
+            path.write_text(whole + newline, encoding="utf-8")
+        for number, line in enumerate((whole if newline else torn).splitlines(), start=1):
             try:
                 entry = json.loads(line)
                 loss = entry["loss"]

@@ -15,6 +15,9 @@ import torch
 from kvloom.kernels.ops import BlockFormat, KeyRange, Order, QueryBatch
 from kvloom.kernels.reference import ReferenceBackend
 
+PIECE_BYTES = 4 << 20  # of decoded blocks, made at a time
+MOST_SPARE = 4  # times what is needed: larger memory of earlier passes is let go
+
 # (plane, dtype, dim, block size) -> order and pack
 PlaneOrder = Callable[[str, torch.dtype, int, int], tuple[Order, int]]
 
@@ -90,19 +93,31 @@ class DecodedBlocks:
                 places[row, block] = found[span] * raw.layer_bytes
         self._spans = _Spans(torch.tensor(list(found), dtype=torch.int64), torch.tensor(first, dtype=torch.int64))
         needed = len(first) * raw.layer_bytes
-        if memory is None or len(memory) < needed:
+        if memory is None or not needed <= len(memory) <= max(MOST_SPARE * needed, PIECE_BYTES):
             memory = torch.empty(needed, dtype=torch.uint8)
         self.arena = memory
         self.tables = torch.from_numpy(places)
 
+    @property
+    def num_spans(self) -> int:
+        """Encoded spans that the pass reads."""
+        return len(self._spans.offsets)
+
     def fill(self, arena: torch.Tensor, layer_offset: int) -> None:
-        """Decode the layer whose blocks begin ``layer_offset`` bytes behind their spans."""
-        fmt, raw, spans = self._fmt, self.format, self._spans
-        count, size = len(spans.offsets), fmt.block_size
-        if count == 0:
-            return
-        offsets = spans.offsets + layer_offset
-        to = self.arena[: count * raw.layer_bytes].view(torch.float32).view(count, fmt.num_heads, -1)
+        """Decode the layer whose blocks begin ``layer_offset`` bytes behind their spans.
+
+        Some at a time: what decoding needs in between is many times what comes out.
+        """
+        together = max(1, PIECE_BYTES // self.format.layer_bytes)
+        for first in range(0, self.num_spans, together):
+            self._fill(arena, layer_offset, slice(first, min(first + together, self.num_spans)))
+
+    def _fill(self, arena: torch.Tensor, layer_offset: int, part: slice) -> None:
+        fmt, raw, size = self._fmt, self.format, self._fmt.block_size
+        offsets, firsts = self._spans.offsets[part] + layer_offset, self._spans.first_positions[part]
+        count = len(offsets)
+        to = self.arena[part.start * raw.layer_bytes : part.stop * raw.layer_bytes]
+        to = to.view(torch.float32).view(count, fmt.num_heads, -1)
         for source, target in zip(fmt.planes, raw.planes, strict=True):
             if source.codec is None:
                 within = torch.arange(size).repeat(count)
@@ -113,7 +128,7 @@ class DecodedBlocks:
             else:
                 data = arena[ReferenceBackend.encoded_index(source, fmt, offsets)]
                 layer = fmt.layers[layer_offset // fmt.layer_bytes]
-                rows = source.codec.decode(data, layer=layer, first_position=spans.first_positions)
+                rows = source.codec.decode(data, layer=layer, first_position=firsts)
             begin = target.offset // 4
             plane = to[:, :, begin : begin + size * target.dim]  # rows are [N, heads, size, dim]
             if target.order == "channel":

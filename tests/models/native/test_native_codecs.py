@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvloom.core.errors import ConfigError
 from kvloom.models.calibration import collect
 from kvloom.models.rope_table import rope_table
 from tests.engine.test_codecs import all_logits, codec_engine
@@ -110,3 +111,29 @@ def test_decoded_blocks_of_a_mixed_batch(codec: str, calibration: str) -> None:
         assert all(answer == expected for (name, _), answer in first.items() if name == f"{index}")
         ask(alone, "y", turn, max_tokens=10)
         assert tokens(run(alone)["y", 0]) == tokens(second[f"again {index}", 0])
+
+
+def test_nothing_is_counted_before_there_is_something_to_decode() -> None:
+    engine = codec_engine(
+        "turboquant3-prod", kernels="cpu", block_size=16, recent_tokens=64, max_sequences=64, num_threads=2
+    )
+    for index in range(34):
+        ask(engine, f"{index}", prompt_of(index, 8), max_tokens=20)
+    run(engine)
+    assert not engine.snapshot().fallbacks
+    assert engine.loaded.model.passes_by_rows > 0
+
+
+def test_an_engine_counts_its_own() -> None:
+    first = codec_engine("raw", kernels="cpu", block_size=16)
+    second = codec_engine("turboquant3-prod", kernels="cpu", block_size=16, loaded=first.loaded)
+    ask(second, "x", prompt_of(0, 120))
+    run(second)
+    assert not first.snapshot().fallbacks
+    assert {kind.split(":")[0] for kind in second.snapshot().fallbacks} == {"decode", "encode"}
+
+
+def test_other_layers_than_a_shared_native_model_has_are_refused() -> None:
+    first = codec_engine("raw", kernels="cpu", block_size=16)
+    with pytest.raises(ConfigError, match="made for other layer groups"):
+        codec_engine("int8", kernels="cpu", block_size=16, protect_layers="0", loaded=first.loaded)

@@ -135,6 +135,11 @@ class NativeModel(nn.Module):
         return sum(linear.num_bytes for layer in self._packed for linear in layer)
 
     @property
+    def layout(self) -> KVLayout:
+        """Of the cache that it reads and writes."""
+        return self._layout
+
+    @property
     def vocab_size(self) -> int:
         return self._vocab
 
@@ -214,7 +219,7 @@ class NativeModel(nn.Module):
             encodings.native,
             self._encode_tasks(kv),
             partial(self._encode, kv) if kv.encode else None,
-            partial(self._decode, kv, decoded) if decoded else None,
+            partial(self._decode, kv, decoded) if any(blocks.num_spans for blocks in decoded.values()) else None,
             rows.data_ptr(),
             len(rows),
             logits.data_ptr(),
@@ -279,7 +284,11 @@ class NativeModel(nn.Module):
         store = kv.store
         twin = store.storage[group].twin
         assert twin is not None
-        self._backend.fallbacks[f"decode: {self._encodings_of(store).decoded[group]}"] += 1
+        if not decoded[group].num_spans:
+            return
+        backend = store.backend  # that whose counters are shown: a native model may serve several engines
+        assert isinstance(backend, CpuBackend)
+        backend.fallbacks[f"decode: {self._encodings_of(store).decoded[group]}"] += 1
         decoded[group].fill(store.arena, place * store.formats[twin].layer_bytes)
 
     # -- building -----------------------------------------------------------------------------------
