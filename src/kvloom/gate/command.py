@@ -254,7 +254,7 @@ def markdown(model: str, texts: Sequence[str], block_size: int, tables: Tables) 
         "cache. KL divergence in nats per token; top-1: both have the same likeliest token; perplexity: its change.",
         "*bits*: per encoded value, side data included; *bits kept*: of all a window's values, with raw first and",
         "last tokens (in whole blocks), the open block and padding. *needles*: facts told once in one more window of",
-        "each text and asked for at its end, found with the codec of those found with the exact cache.",
+        "each text and asked for at its end: how many are found with the codec, of how many with the exact cache.",
     ]
     for (length, count), losses in tables.items():
         exact = losses[0].exact_perplexity if losses else float("nan")
