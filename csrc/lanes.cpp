@@ -1,6 +1,8 @@
 #include "lanes.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <exception>
 
 #include "shares.h"
@@ -20,7 +22,71 @@ int64_t bytes_of(const Linear& linear) {
     return static_cast<int64_t>(linear.outputs) * linear.inner * item_bytes(linear.dtype);
 }
 
+// Tells the processor that this thread waits.
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#endif
+}
+
 }  // namespace
+
+// One step of all lanes. Threads may be fewer than lanes, down to one.
+struct Lanes::Work {
+    struct Part {
+        std::atomic<bool> taken{false}, ready{false};
+        std::atomic<int> next{0}, left{0};  // items of the head's product: to be taken, not finished
+        std::exception_ptr failure;
+    };
+
+    explicit Work(std::vector<Lane>& all) : lanes(all), parts(all.size()) {}
+
+    // By each thread: a lane nobody has, beginning with its own, as long as there are any; then what is left of heads.
+    void run() {
+        const int count = static_cast<int>(lanes.size()), own = Shares::seat() % count;
+        for (int i = 0; i < count; ++i) {
+            if (!parts[(own + i) % count].taken.exchange(true)) body((own + i) % count);
+        }
+        for (int i = 0; i < count; ++i) head((own + i) % count);
+    }
+
+    void body(int index) {
+        Lane& lane = lanes[index];
+        Part& part = parts[index];
+        try {
+            lane.step.body(lane.input);
+            part.left.store(lane.step.head_items(), std::memory_order_relaxed);
+        } catch (...) {  // must not leave the thread that it was thrown in
+            part.failure = std::current_exception();
+        }
+        part.ready.store(true, std::memory_order_release);
+    }
+
+    void head(int index) {
+        const Lane& lane = lanes[index];
+        Part& part = parts[index];
+        while (!part.ready.load(std::memory_order_acquire)) relax();
+        if (part.failure) return;
+        const int items = lane.step.head_items();
+        const auto start = std::chrono::steady_clock::now();
+        for (int item = part.next.fetch_add(1); item < items; item = part.next.fetch_add(1)) {
+            lane.step.head(lane.input, item);
+            if (part.left.fetch_sub(1, std::memory_order_acq_rel) > 1 || lane.input.best == nullptr) continue;
+            for (int row = 0; row < lane.input.num_rows; ++row) lane.step.best(lane.input, row);
+        }
+        nanoseconds += std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
+    }
+
+    void rethrow() const {
+        for (const Part& part : parts) {
+            if (part.failure) std::rethrow_exception(part.failure);
+        }
+    }
+
+    std::vector<Lane>& lanes;
+    std::vector<Part> parts;
+    std::atomic<int64_t> nanoseconds{0};  // of all threads, on heads
+};
 
 int64_t Lanes::run(const StepInput& input) {
     if (!cut(input)) return whole_.run(input);
@@ -29,27 +95,10 @@ int64_t Lanes::run(const StepInput& input) {
     const int64_t not_finite = encodes ? whole_.encode_before(input) : 0;
     for (Lane& lane : lanes_) fill(lane, input);
     ++by_rows_;
-    struct Work {
-        std::vector<Lane>& lanes;
-        Shares shares;  // threads keep their lanes, and with them what they have in their caches
-        std::vector<std::exception_ptr> failures;
-    } work{lanes_, Shares(static_cast<int64_t>(lanes_.size()), whole_.parallel().num_threads()),
-           std::vector<std::exception_ptr>(lanes_.size())};
-    whole_.parallel().run(
-        [](void* data) {
-            auto& work = *static_cast<Work*>(data);
-            work.shares.work([&](int64_t i) {
-                try {
-                    work.lanes[i].step.run(work.lanes[i].input);
-                } catch (...) {  // must not leave the thread that it was thrown in
-                    work.failures[i] = std::current_exception();
-                }
-            });
-        },
-        &work, true);
-    for (const std::exception_ptr& failure : work.failures) {
-        if (failure) std::rethrow_exception(failure);
-    }
+    Work work(lanes_);
+    whole_.parallel().run([](void* data) { static_cast<Work*>(data)->run(); }, &work, true);
+    work.rethrow();
+    head_seconds_ += 1e-9 * static_cast<double>(work.nanoseconds) / static_cast<double>(lanes_.size());
     return not_finite;
 }
 
@@ -64,7 +113,7 @@ bool Lanes::cut(const StepInput& input) {
         if (batch.query_start[i] != i) return false;
     }
 
-    int64_t weights = bytes_of(whole_.head());
+    int64_t weights = bytes_of(whole_.head_weights());
     struct Reading {
         int64_t window, bytes;  // per token of it
     };
@@ -133,6 +182,8 @@ void Lanes::fill(Lane& lane, const StepInput& input) {
 
 Step::Times Lanes::take_times() {
     Step::Times times = whole_.take_times();
+    times.linear += head_seconds_;
+    head_seconds_ = 0;
     for (Lane& lane : lanes_) times.add(lane.step.take_times(), 1.0 / static_cast<double>(lanes_.size()));
     return times;
 }

@@ -1,6 +1,7 @@
 // A step that is shared out by rows. With many rows that each belong to a sequence of their own (decoding), a thread
 // takes some sequences through all layers alone: it waits for nobody and reads nothing that another has just written,
-// at the price of reading all weights. Else the threads share every product, as Step does.
+// at the price of reading all weights. Only the head's product is for whoever has time: threads seldom get through the
+// layers together. Else they share every product, as Step does.
 #pragma once
 
 #include <vector>
@@ -35,6 +36,7 @@ private:
         std::vector<int64_t> rows;
         StepInput input;
     };
+    struct Work;
 
     bool cut(const StepInput& input);
     void fill(Lane& lane, const StepInput& input);
@@ -42,6 +44,7 @@ private:
     Step whole_;
     std::vector<Lane> lanes_;
     int64_t by_rows_ = 0;
+    double head_seconds_ = 0;  // as Step::Times
 };
 
 }  // namespace kvloom

@@ -30,6 +30,13 @@ public:
         }
     }
 
+    // A number of the thread's own. Threads that run together mostly came one after the other.
+    static int seat() {
+        static std::atomic<unsigned> taken{0};
+        static thread_local const int own = static_cast<int>(taken.fetch_add(1) & 0xffff);
+        return own;
+    }
+
 private:
     static constexpr int kMost = 64;  // more threads have shares in common
 
@@ -37,13 +44,6 @@ private:
         std::atomic<int64_t> next{0};
         int64_t end = 0;
     };
-
-    // A number of the thread's own. Threads that run together mostly came one after the other.
-    static int seat() {
-        static std::atomic<unsigned> taken{0};
-        static thread_local const int own = static_cast<int>(taken.fetch_add(1) & 0xffff);
-        return own;
-    }
 
     const int count_;
     std::array<Share, kMost> shares_;

@@ -12,8 +12,6 @@
 namespace kvloom {
 namespace {
 
-// Rows that one reading of a panel serves: their activations stay in the second-level cache.
-constexpr int kRowBlock = 128;
 constexpr int kSmallRows = 16;    // up to here the rows' work between products is not worth waking threads
 constexpr int kSmallTurns = 3;    // nor that of turning their queries
 constexpr int kFetchedRows = 64;  // up to here where rows of keys go is fetched beforehand; more would fill the cache
@@ -99,57 +97,89 @@ void* Step::activations(std::vector<float>& memory, int rows, int inner) {
     return grow(memory, static_cast<size_t>(chunks_of(inner)) * rows * kLda);
 }
 
-// `rows` rows of `a` against all panels, `together` panels at a time: finish(first panel, first row, rows,
-// tile [rows][together * panel]).
+// Panels follow each other in memory: a thread takes a run of them, and enough runs are left to share.
+Step::Product Step::product(const Linear& linear, const void* a, int rows, int together) const {
+    const int width = kernels_.panel * together, groups = (linear.outputs + width - 1) / width;
+    const int run = std::max(1, std::min(kMostPanels, groups / (parallel_.num_threads() * kRunsPerThread)));
+    return {&linear, a, rows, together, groups, run, (groups + run - 1) / run};
+}
+
+// Item `index` of a product: some rows against a run of panels, `together` panels at a time: finish(first panel,
+// first row, rows, tile [rows][together * panel]).
 template <class F>
-void Step::linear(const Linear& linear, const void* a, int rows, int together, F&& finish) {
-    const int panel = kernels_.panel;
-    const int groups = (linear.outputs + panel * together - 1) / (panel * together);
-    const int row_blocks = (rows + kRowBlock - 1) / kRowBlock;
-    const int width = panel * together;
+void Step::multiply(const Product& product, int index, F&& finish) const {
+    static thread_local std::vector<float> memory;
+    const Linear& linear = *product.linear;
+    const int panel = kernels_.panel, together = product.together, width = panel * together;
     const int64_t panel_bytes = linear.panel_bytes(panel);
     const ptrdiff_t item = dot_ ? 2 : 4;
-    // Panels follow each other in memory: a thread takes a run of them, and enough runs are left to share.
-    const int run = std::max(1, std::min(kMostPanels, groups / (parallel_.num_threads() * kRunsPerThread)));
-    const int runs = (groups + run - 1) / run;
-    each(runs * row_blocks, true, [&](int index) {
-        static thread_local std::vector<float> memory;
-        const int first = index / runs * kRowBlock, count = std::min(kRowBlock, rows - first);
-        float* tile = grow(memory, static_cast<size_t>(kRowBlock) * width);
-        const int begin = index % runs * run, end = std::min(groups, begin + run);
-        for (int group = begin; group < end; ++group) {
-            for (int p = 0; p < together; ++p) {
-                LinearArgs args;
-                args.a = static_cast<const unsigned char*>(a) + static_cast<ptrdiff_t>(first) * kLda * item;
-                args.chunk_stride = static_cast<ptrdiff_t>(rows) * kLda;
-                args.rows = count;
-                args.inner = linear.inner;
-                args.weights = linear.panels + (static_cast<int64_t>(group) * together + p) * panel_bytes;
-                args.dtype = linear.dtype;
-                args.c = tile + p * panel;
-                args.c_stride = width;
-                kernels_.linear(args, dot_ && linear.dtype == DType::bf16);
-            }
-            if (linear.bias != nullptr) {
-                for (int r = 0; r < count; ++r) {
-                    for (int c = 0; c < width; ++c) tile[r * width + c] += linear.bias[group * width + c];
-                }
-            }
-            finish(group * together, first, count, tile);
+    const int first = index / product.runs * kRowBlock, count = std::min(kRowBlock, product.rows - first);
+    float* tile = grow(memory, static_cast<size_t>(kRowBlock) * width);
+    const int begin = index % product.runs * product.run, end = std::min(product.groups, begin + product.run);
+    for (int group = begin; group < end; ++group) {
+        for (int p = 0; p < together; ++p) {
+            LinearArgs args;
+            args.a = static_cast<const unsigned char*>(product.a) + static_cast<ptrdiff_t>(first) * kLda * item;
+            args.chunk_stride = static_cast<ptrdiff_t>(product.rows) * kLda;
+            args.rows = count;
+            args.inner = linear.inner;
+            args.weights = linear.panels + (static_cast<int64_t>(group) * together + p) * panel_bytes;
+            args.dtype = linear.dtype;
+            args.c = tile + p * panel;
+            args.c_stride = width;
+            kernels_.linear(args, dot_ && linear.dtype == DType::bf16);
         }
-    });
+        if (linear.bias != nullptr) {
+            for (int r = 0; r < count; ++r) {
+                for (int c = 0; c < width; ++c) tile[r * width + c] += linear.bias[group * width + c];
+            }
+        }
+        finish(group * together, first, count, tile);
+    }
+}
+
+template <class F>
+void Step::linear(const Linear& linear, const void* a, int rows, int together, F&& finish) {
+    const Product all = product(linear, a, rows, together);
+    each(all.items(), true, [&](int index) { multiply(all, index, finish); });
     lap(Phase::linear);
 }
 
 int64_t Step::run(const StepInput& input) {
     if (input.tokens == 0) return 0;
+    body(input);
+    each(head_items(), true, [&](int item) { head(input, item); });
+    lap(Phase::linear);
+    if (input.best != nullptr) each(input.num_rows, input.num_rows > 1, [&](int row) { best(input, row); });
+    lap(Phase::rest);
+    return not_finite_;
+}
+
+void Step::body(const StepInput& input) {
     last_ = now();
     not_finite_ = 0;
     plan(input);
     embed(input);
     for (size_t index = 0; index < layers_.size(); ++index) layer(static_cast<int>(index), input);
-    logits(input);
-    return not_finite_;
+    if (input.num_rows > 0) norm_pack(grow(x_, 0), final_norm_, input.rows, input.num_rows);
+    head_product_ = product(head_, grow(packed_, 0), input.num_rows, 1);
+    lap(Phase::rest);
+}
+
+void Step::head(const StepInput& input, int item) const {
+    const int panel = kernels_.panel, vocab = shape_.vocab;
+    multiply(head_product_, item, [&](int first_panel, int first, int count, const float* tile) {
+        const int column = first_panel * panel, columns = std::min(panel, vocab - column);
+        for (int r = 0; r < count; ++r) {
+            __builtin_memcpy(input.logits + static_cast<ptrdiff_t>(first + r) * vocab + column, tile + r * panel,
+                             columns * sizeof(float));
+        }
+    });
+}
+
+void Step::best(const StepInput& input, int row) const {
+    const int64_t vocab = shape_.vocab;
+    input.best[row] = kernels_.largest(input.logits + row * vocab, vocab, input.best_value + row);
 }
 
 int64_t Step::encode_before(const StepInput& input) {
@@ -468,25 +498,6 @@ void Step::attend_encoded(int index, const StepInput& input, Attention& attentio
             }
         }
     });
-}
-
-void Step::logits(const StepInput& input) {
-    if (input.num_rows == 0) return;
-    norm_pack(grow(x_, 0), final_norm_, input.rows, input.num_rows);
-    lap(Phase::rest);
-    const int panel = kernels_.panel, vocab = shape_.vocab;
-    linear(head_, grow(packed_, 0), input.num_rows, 1, [&](int first_panel, int first, int count, const float* tile) {
-        const int column = first_panel * panel, columns = std::min(panel, vocab - column);
-        for (int r = 0; r < count; ++r) {
-            __builtin_memcpy(input.logits + static_cast<ptrdiff_t>(first + r) * vocab + column, tile + r * panel,
-                             columns * sizeof(float));
-        }
-    });
-    if (input.best == nullptr) return;
-    each(input.num_rows, input.num_rows > 1, [&](int r) {
-        input.best[r] = kernels_.largest(input.logits + static_cast<ptrdiff_t>(r) * vocab, vocab, input.best_value + r);
-    });
-    lap(Phase::rest);
 }
 
 }  // namespace kvloom

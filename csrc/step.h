@@ -84,6 +84,9 @@ struct StepInput {
 };
 
 class Step {
+    // Rows that one reading of a panel serves: their activations stay in the second-level cache.
+    static constexpr int kRowBlock = 128;
+
 public:
     Step(const KernelTable& kernels, Parallel parallel, StepShape shape, bool dot);
 
@@ -99,11 +102,18 @@ public:
     // outside the vocabulary and blocks that no table has.
     int64_t run(const StepInput& input);
 
+    // `run` in parts, for callers that share them out: all but the logits; then, in any order and by any thread, the
+    // items of the head's product; then, row by row, the largest logits where they are wanted.
+    void body(const StepInput& input);
+    int head_items() const { return head_product_.items(); }
+    void head(const StepInput& input, int item) const;
+    void best(const StepInput& input, int row) const;
+
     // Only encodes what is due: for input whose due blocks were all written before. Returns as `run` does.
     int64_t encode_before(const StepInput& input);
 
     const std::vector<StepLayer>& layers() const { return layers_; }
-    const Linear& head() const { return head_; }
+    const Linear& head_weights() const { return head_; }
     const Parallel& parallel() const { return parallel_; }
     int vocab() const { return shape_.vocab; }
 
@@ -123,15 +133,25 @@ public:
 private:
     enum class Phase { linear, attention, encode, rest };
 
+    // A linear layer's product with `rows` rows of activations, cut into items (multiply).
+    struct Product {
+        const Linear* linear = nullptr;
+        const void* a = nullptr;
+        int rows = 0, together = 1, groups = 0, run = 1, runs = 0;
+        int items() const { return runs * ((rows + kRowBlock - 1) / kRowBlock); }
+    };
+
     void plan(const StepInput& input);
     void embed(const StepInput& input);
     void layer(int index, const StepInput& input);
     void attention(int index, const StepInput& input);
     void encode_due(int index, const StepInput& input);
     void attend_encoded(int index, const StepInput& input, Attention& attention);
-    void logits(const StepInput& input);
     void norm_pack(const float* x, const float* weight, const int64_t* rows, int count);
     void add_residual(const float* norm, int tokens);
+    Product product(const Linear& linear, const void* a, int rows, int together) const;
+    template <class F>
+    void multiply(const Product& product, int index, F&& finish) const;
     template <class F>
     void linear(const Linear& linear, const void* a, int rows, int panels, F&& finish);
     template <class F>
@@ -154,6 +174,7 @@ private:
     std::vector<AttentionPlan> plans_, sink_plans_, encoded_plans_;
     std::vector<float> part_, turned_, lse_;
     std::vector<uint16_t> rounded_;  // rows of qkv_ in bf16, for kernels that multiply pairs
+    Product head_product_;
     int64_t not_finite_ = 0;
     Times times_;
     double last_ = 0;
