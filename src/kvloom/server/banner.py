@@ -20,7 +20,7 @@ def base_url(host: str, port: int) -> str:
 def curl_line(url: str, model: str, *, chat: bool, with_key: bool) -> str:
     """A command that works when pasted. A key is read from the shell, never printed."""
     question = "What does a KV cache store?"
-    body: dict[str, Any] = {"model": model, "max_tokens": 64}
+    body: dict[str, Any] = {"model": model, "max_tokens": 64, "temperature": 0}
     if chat:
         route, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": question}]
     else:

@@ -69,7 +69,7 @@ def test_what_has_no_native_reading_is_decoded_first_and_counted(codec: str, ste
     native = codec_engine(codec, kernels="cpu", step=step, **shape)
     plain = codec_engine(codec, kernels="reference", **shape)
     if step == "native":
-        assert native.info.step.startswith("native (PyTorch decodes what is read: plane k under codec")
+        assert native.info.step.startswith("native (slow: PyTorch decodes in every step, plane k under codec")
     for chunk in (64, 37):
         got, expected = all_logits(native, prompt, chunk), all_logits(plain, prompt, chunk)
         # The cache is float32 and so is what is decoded: the same numbers are attended, but for values that rounding
@@ -86,7 +86,7 @@ def test_a_block_too_short_for_a_kernel_is_decoded_first() -> None:
     )
     got, expected = (all_logits(engine, prompt_of(6, 150), 40) for engine in (native, plain))
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-4
-    assert "native (PyTorch decodes what is read: plane k under codec turboquant3" in native.info.step
+    assert "native (slow: PyTorch decodes in every step, plane k under codec turboquant3" in native.info.step
 
 
 @pytest.mark.parametrize("codec", ["kvquant3", "turboquant2-prod"])
