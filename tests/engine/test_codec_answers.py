@@ -7,20 +7,27 @@ time in other chunks.
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.core import sizes
+from kvloom.core.codec_sizes import CODEC_CHOICES, RAW_DTYPES
 from kvloom.core.errors import CapacityError
 from kvloom.engine.engine import Engine
+from kvloom.models.calibration import collect
+from kvloom.models.rope_table import rope_table
 from tests.engine.test_codecs import codec_engine
 from tests.engine.tiny import ask, load_tiny, prompt_of, run
 
 MOST_TOKENS = 10
+SERVED = [name for name in CODEC_CHOICES if name != "raw" and name not in RAW_DTYPES]
 Answer = list[tuple[int, float]]  # token and its log-probability
 
 
@@ -29,12 +36,23 @@ def loaded(model_type: str) -> Any:
     return load_tiny(model_type)
 
 
+@cache
+def calibration() -> str:
+    """A file of the tiny Llama's, for codecs that learn."""
+    model = load_tiny("llama")
+    windows = [torch.tensor(prompt_of(seed, 128)) for seed in range(3)]
+    path = Path(tempfile.mkdtemp()) / "tiny.safetensors"
+    collect(model, windows, rope_table(model.model, 512, 32), fisher=True, about={}).save(path)
+    return str(path)
+
+
 def make(model_type: str, codec: str, kernels: str, **more: Any) -> Engine:
     """Blocks of 8, or of 16 where native kernels read them; one sink block, two recent ones."""
     size = 8 if kernels == "reference" else 16
     return codec_engine(
         codec, model_type, kernels=kernels, loaded=loaded(model_type), deterministic=True, max_model_len=128,
-        block_size=size, sink_tokens=size, recent_tokens=2 * size if size == 8 else size, **more,
+        block_size=size, sink_tokens=size, recent_tokens=2 * size if size == 8 else size,
+        calibration=calibration() if model_type == "llama" else None, **more,
     )  # fmt: skip
 
 
@@ -137,6 +155,7 @@ def live(engine: Engine, script: list[tuple[str, Any]], model_type: str, codec: 
         ("llama", "int8", "cpu", 20),
         ("llama", "turboquant3", "cpu", 20),
         ("gemma3_text", "kivi2", "cpu", 12),
+        *(("llama", codec, "cpu", 3) for codec in SERVED if codec not in ("int8", "turboquant3")),
     ],
 )
 def test_warm_equals_cold_bit_by_bit(model_type: str, codec: str, kernels: str, examples: int) -> None:
