@@ -139,8 +139,9 @@ def _known(name: str, text: str) -> CodecChoice:
     if name in CODEC_CHOICES:
         return CODEC_CHOICES[name]
     near = difflib.get_close_matches(name.lower(), list(CODEC_CHOICES), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"codec {text!r}: there is no codec {name!r}{hint} Known: {', '.join(CODEC_CHOICES)}")
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    where = "" if name == text else f"codec {text!r}: "
+    raise ConfigError(f"{where}there is no codec {name!r}{hint} Known: {', '.join(CODEC_CHOICES)}")
 
 
 def block_bytes(codec: str, dim: int, tokens: int) -> int:

@@ -142,8 +142,8 @@ def _run(
         cache_dir=cache_dir,
         pipeline=PipelineConfig(block_size=block_size),
     )
+    usual, others = _settings(codecs, protections)  # refuses unknown codecs before anything is loaded
     loaded = load_model(config)
-    usual, others = _settings(codecs, protections)
     contents = [path.read_text(encoding="utf-8") for path in texts]
     calibration = find_calibration(None, loaded.weights_digest, cache_dir)
     about = {
