@@ -22,13 +22,6 @@ int64_t bytes_of(const Linear& linear) {
     return static_cast<int64_t>(linear.outputs) * linear.inner * item_bytes(linear.dtype);
 }
 
-// Tells the processor that this thread waits.
-void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#endif
-}
-
 }  // namespace
 
 // One step of all lanes. Threads may be fewer than lanes, down to one.

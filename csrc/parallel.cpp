@@ -10,14 +10,6 @@
 namespace kvloom {
 namespace {
 
-void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 // One pool per process, grown to the largest number asked for and never torn down.
 class Pool {
 public:

@@ -7,6 +7,15 @@
 
 namespace kvloom {
 
+// Tells the processor that this thread only waits.
+static inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 class Parallel {
 public:
     // gomp_parallel: address of GOMP_parallel, or 0 for our own pool.

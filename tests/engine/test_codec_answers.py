@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +20,8 @@ from kvloom.core import sizes
 from kvloom.core.codec_sizes import CODEC_CHOICES, RAW_DTYPES
 from kvloom.core.errors import CapacityError
 from kvloom.engine.engine import Engine
-from kvloom.models.calibration import collect
-from kvloom.models.rope_table import rope_table
 from tests.engine.test_codecs import codec_engine
-from tests.engine.tiny import ask, load_tiny, prompt_of, run
+from tests.engine.tiny import ask, load_tiny, prompt_of, run, save_calibration
 
 MOST_TOKENS = 10
 SERVED = [name for name in CODEC_CHOICES if name != "raw" and name not in RAW_DTYPES]
@@ -39,10 +36,8 @@ def loaded(model_type: str) -> Any:
 @cache
 def calibration() -> str:
     """A file of the tiny Llama's, for codecs that learn."""
-    model = load_tiny("llama")
-    windows = [torch.tensor(prompt_of(seed, 128)) for seed in range(3)]
     path = Path(tempfile.mkdtemp()) / "tiny.safetensors"
-    collect(model, windows, rope_table(model.model, 512, 32), fisher=True, about={}).save(path)
+    save_calibration(path)
     return str(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from kvloom.core.layout import group_layers
 from kvloom.core.messages import EngineRequest, SequenceOutput
 from kvloom.core.request import SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.models.calibration import collect
 from kvloom.models.families import find_family
 from kvloom.models.loader import LoadedModel
+from kvloom.models.rope_table import rope_table
 
 VOCAB = 97
 
@@ -68,6 +71,13 @@ def make_model(model_type: str, attention: str, seed: int = 0) -> Any:
 def load_tiny(model_type: str, tokenizer: Any = None, eos: tuple[int, ...] = ()) -> LoadedModel:
     register_attention()
     return as_loaded(make_model(model_type, ATTENTION_NAME), model_type, tokenizer, eos)
+
+
+def save_calibration(path: Path) -> None:
+    """Of the tiny Llama, for codecs that learn."""
+    model = load_tiny("llama")
+    windows = [torch.tensor(prompt_of(seed, 128)) for seed in range(3)]
+    collect(model, windows, rope_table(model.model, 512, 32), fisher=True, about={}).save(path)
 
 
 def as_loaded(model: Any, model_type: str, tokenizer: Any = None, eos: tuple[int, ...] = ()) -> LoadedModel:

@@ -201,12 +201,10 @@ class CpuBackend:
         want_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         num_tokens, num_query_heads, _ = q.shape
-        native = self._lookup(fmt, num_query_heads)[1]
         reason = self.unread(fmt, num_query_heads, capped=bool(softcap))
         if reason is None and q.dtype not in DTYPE_CODES:
             reason = f"queries are {q.dtype}"
-        if reason is not None:
-            native = None
+        native = self._lookup(fmt, num_query_heads)[1] if reason is None else None
         if native is None and q.dtype in DTYPE_CODES and self.decodes(fmt, num_query_heads):
             self.fallbacks[f"decode: {reason}"] += 1
             blocks = self.decoded_blocks(fmt, tables, batch, keys, window)

@@ -7,7 +7,7 @@ serves every codec, and is counted as a fallback (``CpuBackend.fallbacks``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,19 +29,9 @@ def decoded_format(fmt: BlockFormat, plane_order: PlaneOrder) -> BlockFormat:
         order, pack = plane_order(plane.name, torch.float32, plane.dim, fmt.block_size)
         if pack != 1:
             raise ValueError(f"plane {plane.name} in float32 lies in packs of {pack}, not one by one")
-        planes.append(
-            replace(plane, dtype=torch.float32, offset=offset, order=order, pack=pack, codec=None),
-        )
+        planes.append(replace(plane, dtype=torch.float32, offset=offset, order=order, pack=pack, codec=None))
         offset += 4 * fmt.block_size * plane.dim
     return replace(fmt, block_bytes=offset, layer_bytes=offset * fmt.num_heads, planes=tuple(planes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Spans:
-    """Encoded spans that a pass reads: arena offsets and first positions, int64 [N]."""
-
-    offsets: torch.Tensor
-    first_positions: torch.Tensor
 
 
 class DecodedBlocks:
@@ -91,7 +81,8 @@ class DecodedBlocks:
                     found[span] = len(first)
                     first.append(block * size)
                 places[row, block] = found[span] * raw.layer_bytes
-        self._spans = _Spans(torch.tensor(list(found), dtype=torch.int64), torch.tensor(first, dtype=torch.int64))
+        self._spans = torch.tensor(list(found), dtype=torch.int64)  # arena offsets
+        self._first_positions = torch.tensor(first, dtype=torch.int64)
         needed = len(first) * raw.layer_bytes
         if memory is None or not needed <= len(memory) <= max(MOST_SPARE * needed, PIECE_BYTES):
             memory = torch.empty(needed, dtype=torch.uint8)
@@ -101,7 +92,7 @@ class DecodedBlocks:
     @property
     def num_spans(self) -> int:
         """Encoded spans that the pass reads."""
-        return len(self._spans.offsets)
+        return len(self._spans)
 
     def fill(self, arena: torch.Tensor, layer_offset: int) -> None:
         """Decode the layer whose blocks begin ``layer_offset`` bytes behind their spans.
@@ -113,24 +104,14 @@ class DecodedBlocks:
             self._fill(arena, layer_offset, slice(first, min(first + together, self.num_spans)))
 
     def _fill(self, arena: torch.Tensor, layer_offset: int, part: slice) -> None:
-        fmt, raw, size = self._fmt, self.format, self._fmt.block_size
-        offsets, firsts = self._spans.offsets[part] + layer_offset, self._spans.first_positions[part]
-        count = len(offsets)
+        fmt, raw = self._fmt, self.format
+        spans, firsts = self._spans[part], self._first_positions[part]
         to = self.arena[part.start * raw.layer_bytes : part.stop * raw.layer_bytes]
-        to = to.view(torch.float32).view(count, fmt.num_heads, -1)
+        to = to.view(torch.float32).view(len(spans), fmt.num_heads, -1)
         for source, target in zip(fmt.planes, raw.planes, strict=True):
-            if source.codec is None:
-                within = torch.arange(size).repeat(count)
-                index = ReferenceBackend.element_places(
-                    source, fmt, offsets.repeat_interleave(size), within, arena.device
-                )
-                rows = arena.view(source.dtype)[index].unflatten(0, (count, size)).transpose(1, 2)
-            else:
-                data = arena[ReferenceBackend.encoded_index(source, fmt, offsets)]
-                layer = fmt.layers[layer_offset // fmt.layer_bytes]
-                rows = source.codec.decode(data, layer=layer, first_position=firsts)
+            rows = ReferenceBackend.read_blocks(arena, source, fmt, spans, layer_offset, firsts)
             begin = target.offset // 4
-            plane = to[:, :, begin : begin + size * target.dim]  # rows are [N, heads, size, dim]
+            plane = to[:, :, begin : begin + fmt.block_size * target.dim]  # rows are [N, heads, size, dim]
             if target.order == "channel":
                 rows = rows.transpose(2, 3)
             plane.unflatten(2, tuple(rows.shape[2:])).copy_(rows)

@@ -95,12 +95,34 @@ class ReferenceBackend:
                 continue
             size = fmt.block_size
             blocks = torch.arange(low // size, -(-high // size), device=arena.device)
-            data = arena[self.encoded_index(plane, fmt, table[blocks] + layer_offset)]
-            layer = fmt.layers[layer_offset // fmt.layer_bytes]
-            decoded = plane.codec.decode(data, layer=layer, first_position=blocks * size)  # [N, heads, size, dim]
+            decoded = self.read_blocks(arena, plane, fmt, table[blocks], layer_offset, blocks * size)
             first = low - low // size * size
             rows.append(decoded.transpose(1, 2).flatten(0, 1)[first : first + high - low])
         return rows
+
+    @classmethod
+    def read_blocks(
+        cls,
+        arena: torch.Tensor,
+        plane: PlaneFormat,
+        fmt: BlockFormat,
+        spans: torch.Tensor,
+        layer_offset: int,
+        first_positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """``plane`` of whole blocks, decoded where it is encoded: [N, heads, block_size, dim].
+
+        ``spans`` int64 [N] are arena offsets, ``first_positions`` int64 [N] of each block's first token.
+        """
+        offsets = spans + layer_offset
+        if plane.codec is not None:
+            layer = fmt.layers[layer_offset // fmt.layer_bytes]
+            data = arena[cls.encoded_index(plane, fmt, offsets)]
+            return plane.codec.decode(data, layer=layer, first_position=first_positions)
+        size = fmt.block_size
+        within = torch.arange(size, device=arena.device).repeat(len(offsets))
+        places = cls.element_places(plane, fmt, offsets.repeat_interleave(size), within, arena.device)
+        return arena.view(plane.dtype)[places].unflatten(0, (len(offsets), size)).transpose(1, 2)
 
     @staticmethod
     def encoded_index(plane: PlaneFormat, fmt: BlockFormat, offsets: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from kvloom.core.errors import ConfigError
-from kvloom.models.calibration import collect
-from kvloom.models.rope_table import rope_table
 from tests.engine.test_codecs import all_logits, codec_engine
-from tests.engine.tiny import ask, load_tiny, prompt_of, run, tokens
+from tests.engine.tiny import ask, prompt_of, run, save_calibration, tokens
 
 NATIVE = [
     "int8",
@@ -50,11 +48,8 @@ def test_bits_do_not_depend_on_chunks(codec: str) -> None:
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of the tiny Llama, in a file."""
-    loaded = load_tiny("llama")
-    rope = rope_table(loaded.model, 512, 32)
-    windows = [torch.tensor(prompt_of(seed, 128)) for seed in range(3)]
     path = tmp_path_factory.mktemp("calibration") / "tiny.safetensors"
-    collect(loaded, windows, rope, fisher=True, about={}).save(path)
+    save_calibration(path)
     return str(path)
 
 
