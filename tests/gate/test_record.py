@@ -86,13 +86,14 @@ def rows_of(page: Path) -> list[str]:
     return [line.split("|")[1].strip() for line in page.read_text().splitlines() if line.startswith("| ")][1:]
 
 
-def test_both_runs_over_one_window_stand_in_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_protection_is_measured_on_every_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(monkeypatch)
     stand.measured.append("int4")
     text, output = tmp_path / "text.txt", tmp_path / "page.md"
     text.write_text("words")
-    command.quality(model="m", text=[text], codec=["int8", "int4"], window=["64x1"], needles=0, output=output)
-    assert rows_of(output) == ["int8", "int4", "int8", "int4"]  # default; int8 with 16 / 64; int4 with none
+    command.quality(model="m", text=[text], codec=["int8", "int4"], window=["64x1", "32"], needles=0, output=output)
+    # default, then int8 with 16 / 64, int4 with none; a heading between the tables
+    assert rows_of(output) == ["int8", "int8", "int4", "int4", "codec", "int8", "int8", "int4", "int4"]
 
 
 def test_a_page_of_others_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

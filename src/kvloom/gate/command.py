@@ -78,9 +78,9 @@ def quality(
 ) -> None:
     """Read texts with each codec and with the exact cache: KL divergence, agreement, perplexity, needles.
 
-    A codec's default protection is measured on all windows; the others, where they differ from it, on
-    one window of the shortest length of each text. All codecs take hours on two cores: with --record a run
-    that is stopped goes on where it was. A page at --output keeps what stands below its last line.
+    Every codec is measured with every protection, but with none that equals its default. All of them take
+    hours on two cores: with --record a run that is stopped goes on where it was. A page at --output keeps
+    what stands below its last line.
     """
 
     def finish(tables: Tables) -> None:  # after every row: a long run that is stopped leaves what it found
@@ -142,7 +142,7 @@ def _run(
         cache_dir=cache_dir,
         pipeline=PipelineConfig(block_size=block_size),
     )
-    usual, others = _settings(codecs, protections)  # refuses unknown codecs before anything is loaded
+    settings = _settings(codecs, protections)  # refuses unknown codecs before anything is loaded
     loaded = load_model(config)
     contents = [path.read_text(encoding="utf-8") for path in texts]
     calibration = find_calibration(None, loaded.weights_digest, cache_dir)
@@ -155,12 +155,9 @@ def _run(
     }
     known = Record(record, about)
     tables: Tables = {}
-    runs = [(length, count, usual) for length, count in sorted(shape.items())]
-    if others:
-        runs.insert(1, (min(shape), 1, others))
     started = time.monotonic()
     print(f"tokens x windows | {' | '.join(COLUMNS)} |  seconds", file=sys.stderr, flush=True)
-    for length, count, settings in runs:
+    for length, count in sorted(shape.items()):
         hidden = needles if length == min(shape) else 0
         windows, haystacks = _windows(loaded, contents, length, count, hidden)
         found = {setting: known.find(setting, length, count, hidden) for setting in settings}
@@ -168,14 +165,12 @@ def _run(
         if len(missing) < len(settings):
             known_rows = f"{len(settings) - len(missing)} of {len(settings)} rows"
             print(f"{length} x {count}: {known_rows} are in {record}", file=sys.stderr, flush=True)
-        table = tables.setdefault((length, count), [])
-        before = list(table)  # of the run before, where both read one window
-        table += [loss for loss in found.values() if loss is not None]
+        tables[length, count] = [loss for loss in found.values() if loss is not None]
         for loss in measure(config, missing, windows, loaded, haystacks) if missing else ():
             found[loss.setting] = loss
             known.add(loss, length, count, hidden)
             print(f"{length} x {count} {_row(loss)}  {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-            table[:] = [*before, *(loss for loss in found.values() if loss is not None)]
+            tables[length, count] = [loss for loss in found.values() if loss is not None]
             finish(tables)
     return tables
 
@@ -188,24 +183,20 @@ def _kept(page: Path) -> str:
     return rest if mark else ""
 
 
-def _settings(codecs: Sequence[str] | None, protections: Sequence[str]) -> tuple[list[Setting], list[Setting]]:
-    """With the codecs' default protection, and with others; none that another one equals."""
+def _settings(codecs: Sequence[str] | None, protections: Sequence[str]) -> list[Setting]:
+    """Every codec with every protection; none that equals the default one, where that is measured too."""
     from kvloom.core.codec_sizes import CODEC_CHOICES, RAW_DTYPES, parse_codec
     from kvloom.gate.quality import Setting
 
-    chosen = codecs or [name for name in CODEC_CHOICES if name not in ("raw", *RAW_DTYPES)]
-    usual: list[Setting] = []
-    others: list[Setting] = []
-    for name in chosen:
+    found: list[Setting] = []
+    for name in codecs or [name for name in CODEC_CHOICES if name not in ("raw", *RAW_DTYPES)]:
         choice = parse_codec(name)
         own = (choice.sink_tokens, choice.recent_tokens)
         for protection in protections:
             sinks, recents = PROTECTIONS[protection]
-            if protection == "default":
-                usual.append(Setting(codec=name))
-            elif (sinks, recents) != own or "default" not in protections:
-                others.append(Setting(codec=name, sink_tokens=sinks, recent_tokens=recents))
-    return usual, others
+            if protection == "default" or (sinks, recents) != own or "default" not in protections:
+                found.append(Setting(codec=name, sink_tokens=sinks, recent_tokens=recents))
+    return found
 
 
 def _windows(
