@@ -110,8 +110,11 @@ void decode_levels(const unsigned char* block, const CodedPart& part, int rows, 
     for (int at = 0; at < 2 * units; at += Vec::kBytes) {
         each_levels<BITS, 1>(block, part, rows, units, at, next, [&](const typename Vec::Bytes(&x)[1], int row) __attribute__((always_inline)) {
             int16_t* to = out + static_cast<ptrdiff_t>(row) * 2 * units + at;
-            Vec::store_ints(to, Vec::widen_low(x[0]));
-            Vec::store_ints(to + Vec::kBytes / 2, Vec::widen_high(x[0]));
+            typename Vec::I first, second;
+            Vec::widen(x[0], first, second);
+            Vec::reorder(first, second);
+            Vec::store_ints(to, first);
+            Vec::store_ints(to + Vec::kBytes / 2, second);
         });
     }
 }
@@ -213,11 +216,16 @@ template <int BITS, int ROWS, int VECS>
 void direct_tile(const Codes& codes, int at, const Levels& o, int32_t* c) {
     using I = typename Vec::I;
     constexpr int W = Vec::W;
-    I acc[ROWS][2 * VECS];
+    I acc[ROWS][2 * VECS];  // a vector of codes' two halves in the order that widening leaves them in
+    const auto reorder = [&acc](int r) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; ++v) Vec::reorder(acc[r][2 * v], acc[r][2 * v + 1]);
+    };
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 4
         for (int v = 0; v < 2 * VECS; ++v) acc[r][v] = o.accumulate ? Vec::load_ints(c + r * o.c_stride + v * W) : Vec::zero_ints();
+        reorder(r);
     }
     const int16_t* a = o.a;
     const ptrdiff_t a_stride = o.a_stride;
@@ -226,21 +234,14 @@ void direct_tile(const Codes& codes, int at, const Levels& o, int32_t* c) {
                                 [&](const typename Vec::Bytes(&x)[VECS], int step) __attribute__((always_inline)) {
             I wide[2 * VECS];
 #pragma GCC unroll 2
-            for (int v = 0; v < VECS; ++v) {
-                wide[2 * v] = Vec::widen_low(x[v]);
-                wide[2 * v + 1] = Vec::widen_high(x[v]);
-            }
+            for (int v = 0; v < VECS; ++v) Vec::widen(x[v], wide[2 * v], wide[2 * v + 1]);
 #pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r) {
-                int32_t pair;
-                __builtin_memcpy(&pair, a + r * a_stride + 2 * step, 4);
-#pragma GCC unroll 4
-                for (int v = 0; v < 2 * VECS; ++v) acc[r][v] = Vec::add_pairs(acc[r][v], wide[v], pair);
-            }
+            for (int r = 0; r < ROWS; ++r) Vec::add_pairs(acc[r], wide, a + r * a_stride + 2 * step);
         });
     }
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
+        reorder(r);
 #pragma GCC unroll 4
         for (int v = 0; v < 2 * VECS; ++v) Vec::store_ints(c + r * o.c_stride + v * W, acc[r][v]);
     }
@@ -278,11 +279,8 @@ static void direct_product(int rows, const Codes& codes, int from, int to, const
     }
 }
 
-// x [count] as int16 with the scale that undoes it; count is a multiple of the vector's width.
-static float quantise_row(const float* x, int count, int16_t* to) {
-    Vec::F top = Vec::zero();
-    for (int i = 0; i < count; i += Vec::W) top = Vec::max(top, Vec::abs(Vec::load(x + i)));
-    const float most = Vec::reduce_max(top);
+// x [count], of size `most` at most, as int16 with the scale that undoes it; count is a multiple of the vector's width.
+static float quantise_row(const float* x, int count, float most, int16_t* to) {
     if (!(most > 0.0f) || !(most < __builtin_inff())) {
         __builtin_memset(to, 0, count * sizeof(int16_t));
         return most - most;  // 0, or NaN, which spreads, where a number is not finite
@@ -290,6 +288,12 @@ static float quantise_row(const float* x, int count, int16_t* to) {
     const Vec::F by = Vec::set1(32767.0f / most);
     for (int i = 0; i < count; i += Vec::W) Vec::store_rounded(to + i, Vec::mul(Vec::load(x + i), by));
     return most / 32767.0f;
+}
+
+static float quantise_row(const float* x, int count, int16_t* to) {
+    Vec::F top = Vec::zero();
+    for (int i = 0; i < count; i += Vec::W) top = Vec::max(top, Vec::abs(Vec::load(x + i)));
+    return quantise_row(x, count, Vec::reduce_max(top), to);
 }
 
 static void halves(const unsigned char* from, int count, float* to) {
@@ -387,6 +391,20 @@ static void token_numbers(const unsigned char* block, const CodedPlane& plane, i
     for (int i = 0; i < size * groups; ++i) offsets[i] += plane.center * scales[i];
 }
 
+// to (+)= (sums * scale + shift) * scales, of a block's tokens.
+static void block_scores(const int32_t* sums, int size, Vec::F scale, Vec::F shift, const float* scales, bool accumulate,
+                         float* to) {
+    for (int t = 0; t < size; t += Vec::W) {
+        Vec::F x = Vec::fma(Vec::from_ints(Vec::load_ints(sums + t)), scale, shift);
+        x = Vec::mul(x, Vec::load(scales + t));
+        Vec::store(to + t, accumulate ? Vec::add(x, Vec::load(to + t)) : x);
+    }
+}
+
+static void add_offsets(const float* offsets, int size, Vec::F sum, float* to) {
+    for (int t = 0; t < size; t += Vec::W) Vec::store(to + t, Vec::fma(Vec::load(offsets + t), sum, Vec::load(to + t)));
+}
+
 static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
     constexpr int W = Vec::W;
     const Format& format = *args.format;
@@ -463,19 +481,32 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
                         for (int d = 0; d < dim; d += W) sum = Vec::fma(Vec::load(from + d), Vec::load(s.channels + d), sum);
                         constant = Vec::reduce_add(sum);
                     }
-                    float* scores = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
-                    const Vec::F scale = Vec::set1(row_of(row)[0] * block_scale), sum = Vec::set1(row_of(row)[1]), shift = Vec::set1(constant);
-                    for (int t = 0; t < size; t += W) {
-                        Vec::F x = Vec::fma(Vec::from_ints(Vec::load_ints(s.sums + r * size + t)), scale, shift);
-                        x = Vec::mul(x, Vec::load(s.scales + g * size + t));
-                        if (g > 0) x = Vec::add(x, Vec::load(scores + t));
-                        if (plane.token_offset >= 0) x = Vec::fma(Vec::load(s.offsets + t), sum, x);
-                        Vec::store(scores + t, x);
-                    }
+                    const Vec::F scale = Vec::set1(row_of(row)[0] * block_scale);
+                    float* const scores = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
+                    block_scores(s.sums + r * size, size, scale, Vec::set1(constant), s.scales + g * size, g > 0, scores);
+                    if (plane.token_offset >= 0) add_offsets(s.offsets, size, Vec::set1(row_of(row)[1]), scores);
                 }
             }
         }
     }
+}
+
+// to = weights * scales of a block's tokens [from, to), multiples of the vector's width, and 0 at others. Returns the
+// larger of `top` and their sizes.
+static Vec::F scale_weights(const float* weights, const float* scales, int size, int from, int end, Vec::F top, float* to) {
+    for (int t = 0; t < size; t += Vec::W) {
+        const bool seen = t >= from && t < end;
+        const Vec::F x = seen ? Vec::mul(Vec::load(weights + t), Vec::load(scales + t)) : Vec::zero();
+        top = Vec::max(top, Vec::abs(x));
+        Vec::store(to + t, x);
+    }
+    return top;
+}
+
+static float weighted(const float* weights, const float* numbers, int from, int to) {
+    Vec::F sum = Vec::zero();
+    for (int t = from; t < to; t += Vec::W) sum = Vec::fma(Vec::load(weights + t), Vec::load(numbers + t), sum);
+    return Vec::reduce_add(sum);
 }
 
 static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begin, int end) {
@@ -484,58 +515,51 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
     const CodedPlane& plane = format.v_codes;
     const int size = format.block_size, dim = format.v_dim, groups = plane.token_groups, width = dim / groups;
     const bool by_channel = plane.channel_scale >= 0;
-    float* const weight_scale = s.row;                       // [groups][rows]
-    float* const offset = s.row + groups * args.rows;        // [groups][rows]
+    float* const weight_scale = s.row;                 // [groups][rows], of the largest weight at first
+    float* const offset = s.row + groups * args.rows;  // [groups][rows]
     const auto weights_of = [&](int g, int r) { return s.weights + (static_cast<ptrdiff_t>(g) * args.rows + r) * kLda; };
-    const auto each_block = [&](auto&& f) {
-        for (int i = 0; i < args.count; ++i) {
-            const Segment& segment = args.segments[i];
-            const unsigned char* const* block = segment.blocks;
-            for (int start = segment.first / size * size; start < segment.end; start += size, ++block) f(segment, block, start);
-        }
-    };
     // Weights times scales: the block's part of each row, in all groups; scores keep the weights. Rows of several
     // segments read only some of the chunk's blocks: the other weights are 0.
     const int low = args.first / size * size, high = (args.end + size - 1) / size * size;
     const auto product_of = [&](int g, int r) { return s.products + (static_cast<ptrdiff_t>(g) * args.rows + r) * kChunk; };
     for (int i = 0; i < groups * args.rows; ++i) {
-        offset[i] = 0.0f;
+        weight_scale[i] = offset[i] = 0.0f;
         for (int t = low; args.count > 1 && t < high; t += W) Vec::store(product_of(0, i) + t, Vec::zero());
     }
-    each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
-        token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
-        for (int g = 0; g < groups; ++g) {
-            for (int row = segment.row; row < segment.row + segment.rows; ++row) {
-                const float* weights = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
-                float* products = product_of(g, row) + start;
-                Vec::F sum = Vec::zero();
-                for (int t = 0; t < size; t += W) {
-                    const bool seen = start + t >= begin && start + t < end;
-                    const Vec::F p = seen ? Vec::load(weights + t) : Vec::zero();
-                    Vec::store(products + t, Vec::mul(p, Vec::load(s.scales + g * size + t)));
-                    if (plane.token_offset >= 0) sum = Vec::fma(p, Vec::load(s.offsets + g * size + t), sum);
+    for (int i = 0; i < args.count; ++i) {
+        const Segment& segment = args.segments[i];
+        const int first = segment.first / size * size;
+        const unsigned char* const* block = segment.blocks;
+        for (int start = first; start < segment.end; start += size, ++block) {
+            token_numbers(*block, plane, size, s.spare, s.scales + start * groups, s.offsets + start * groups);
+        }
+        for (int row = segment.row; row < segment.row + segment.rows; ++row) {
+            const float* const weights = args.scores + static_cast<ptrdiff_t>(row) * kLda;
+            for (int g = 0; g < groups; ++g) {
+                Vec::F top = Vec::zero();
+                for (int start = first; start < segment.end; start += size) {
+                    const float* const scales = s.scales + start * groups + g * size;
+                    const int from = start < begin ? begin - start : 0, to = start + size > end ? end - start : size;
+                    top = scale_weights(weights + start, scales, size, from, to, top, product_of(g, row) + start);
+                    if (plane.token_offset < 0) continue;
+                    offset[g * args.rows + row] += weighted(weights + start, s.offsets + start * groups + g * size, from, to);
                 }
-                if (plane.token_offset >= 0) offset[g * args.rows + row] += Vec::reduce_add(sum);
+                float& most = weight_scale[g * args.rows + row];
+                const float found = Vec::reduce_max(top);
+                if (!(found <= most)) most = found;  // NaN stays
             }
         }
-    });
+    }
     for (int g = 0; g < groups; ++g) {
         for (int r = 0; r < args.rows; ++r) {
-            weight_scale[g * args.rows + r] = quantise_row(product_of(g, r) + low, high - low, weights_of(g, r) + low);
+            float& scale = weight_scale[g * args.rows + r];
+            scale = quantise_row(product_of(g, r) + low, high - low, scale, weights_of(g, r) + low);
         }
     }
     for (int r = 0; r < args.rows; ++r) {
         __builtin_memset(by_channel ? static_cast<void*>(args.out + r * args.out_stride) : s.sums + r * kChunk, 0, dim * 4);
     }
-    const auto is_direct = [&](const Segment& segment) { return segment.rows <= kDirectRows && 2 * width % Vec::kBytes == 0; };
-    each_block([&](const Segment& segment, const unsigned char* const* block, int start) {
-        const unsigned char* const next = ahead(block, size * dim);
-        const bool direct = is_direct(segment);
-        // Without scales of a block's own, its few rows' products go through all of a segment's blocks at once.
-        const bool through = direct && !by_channel;
-        if (through && start != segment.first / size * size) return;
-        const int count = through ? (segment.end + size - 1) / size - segment.first / size : 1;
-        if (!direct) decode(*block, plane.parts[0], size / 2, dim, next, s.levels);
+    const auto product = [&](const Segment& segment, const unsigned char* const* block, int count, int start, bool direct) {
         for (int g = 0; g < groups; ++g) {
             Levels o;
             o.a = weights_of(g, segment.row) + start;
@@ -553,24 +577,37 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
                 levels_product(segment.rows, width, o);
             }
         }
-        if (!by_channel) return;
-        // Scales of channels are the block's: its sums are added up as numbers, in order of blocks.
-        halves(*block + plane.channel_scale, dim, s.channels);
-        if (plane.token_offset >= 0) token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
+    };
+    // Scales of channels are the block's: its sums are added up as numbers, in order of blocks.
+    const auto add_block = [&](const Segment& segment, const unsigned char* block, int start) {
+        halves(block + plane.channel_scale, dim, s.channels);
+        if (plane.token_offset >= 0) token_numbers(block, plane, size, s.spare, s.scales, s.offsets);
         for (int row = segment.row; row < segment.row + segment.rows; ++row) {
-            Vec::F part = Vec::zero();
-            for (int t = 0; plane.token_offset >= 0 && t < size; t += W) {
-                if (start + t < begin || start + t >= end) continue;
-                part = Vec::fma(Vec::load(args.scores + static_cast<ptrdiff_t>(row) * kLda + start + t), Vec::load(s.offsets + t), part);
-            }
-            const Vec::F shift = Vec::set1(Vec::reduce_add(part)), scale = Vec::set1(weight_scale[row]);
+            const float* const weights = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
+            const int from = start < begin ? begin - start : 0, to = start + size > end ? end - start : size;
+            const Vec::F shift = Vec::set1(plane.token_offset < 0 ? 0.0f : weighted(weights, s.offsets, from, to)), scale = Vec::set1(weight_scale[row]);
             float* out = args.out + row * args.out_stride;
             for (int d = 0; d < dim; d += W) {
                 const Vec::F x = Vec::fma(Vec::from_ints(Vec::load_ints(s.sums + row * kChunk + d)), scale, shift);
                 Vec::store(out + d, Vec::fma(x, Vec::load(s.channels + d), Vec::load(out + d)));
             }
         }
-    });
+    };
+    for (int i = 0; i < args.count; ++i) {
+        const Segment& segment = args.segments[i];
+        const int first = segment.first / size * size;
+        const bool direct = segment.rows <= kDirectRows && 2 * width % Vec::kBytes == 0;
+        if (direct && !by_channel) {  // without scales of a block's own, products go through all blocks at once
+            product(segment, segment.blocks, (segment.end - first + size - 1) / size, first, true);
+            continue;
+        }
+        const unsigned char* const* block = segment.blocks;
+        for (int start = first; start < segment.end; start += size, ++block) {
+            if (!direct) decode(*block, plane.parts[0], size / 2, dim, ahead(block, size * dim), s.levels);
+            product(segment, block, 1, start, direct);
+            if (by_channel) add_block(segment, *block, start);
+        }
+    }
     for (int r = 0; !by_channel && r < args.rows; ++r) {
         for (int g = 0; g < groups; ++g) {
             const Vec::F scale = Vec::set1(weight_scale[g * args.rows + r]), shift = Vec::set1(offset[g * args.rows + r]);

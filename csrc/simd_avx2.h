@@ -116,6 +116,20 @@ struct Vec {
     static I add_pairs(I acc, I x, int32_t pair) {
         return _mm256_add_epi32(acc, _mm256_madd_epi16(x, _mm256_set1_epi32(pair)));
     }
+    // The same for two vectors and one row's pair. Compilers would fetch all rows' pairs first, which leaves too few
+    // registers for the sums: a sum in memory makes a chain through it.
+    static void add_pairs(I (&acc)[2], const I (&x)[2], const int16_t* pair) {
+        using Pair [[gnu::may_alias]] = int32_t;
+        I first, second;
+        asm volatile(
+            "vpbroadcastd %[pair], %[second]\n\t"
+            "vpmaddwd %[second], %[x0], %[first]\n\t"
+            "vpmaddwd %[second], %[x1], %[second]\n\t"
+            "vpaddd %[first], %[acc0], %[acc0]\n\t"
+            "vpaddd %[second], %[acc1], %[acc1]"
+            : [acc0] "+x"(acc[0]), [acc1] "+x"(acc[1]), [first] "=&x"(first), [second] "=&x"(second)
+            : [x0] "x"(x[0]), [x1] "x"(x[1]), [pair] "m"(*reinterpret_cast<const Pair*>(pair)));
+    }
     // a * b / 2^15, to nearest, of 2 W numbers.
     static void multiply_high(const int16_t* a, const int16_t* b, int16_t* to) {
         store_ints(to, _mm256_mulhrs_epi16(load_ints(a), load_ints(b)));
@@ -145,8 +159,19 @@ struct Vec {
         return _mm256_and_si256(_mm256_slli_epi16(x, SHIFT), _mm256_set1_epi8(MASK));
     }
     static Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
-    static I widen_low(Bytes x) { return _mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)); }
-    static I widen_high(Bytes x) { return _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1)); }
+    // Bytes as int16, in an order of their own: each half of the register is widened where it lies, since what crosses
+    // from one half to the other costs some processors (Zen 3) five times as much.
+    static void widen(Bytes x, I& first, I& second) {
+        const I signs = _mm256_cmpgt_epi8(_mm256_setzero_si256(), x);
+        first = _mm256_unpacklo_epi8(x, signs);
+        second = _mm256_unpackhi_epi8(x, signs);
+    }
+    // From that order to memory's, and back.
+    static void reorder(I& first, I& second) {
+        const I low = _mm256_permute2x128_si256(first, second, 0x20);
+        second = _mm256_permute2x128_si256(first, second, 0x31);
+        first = low;
+    }
 
 private:
     static I load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const I*>(p)); }

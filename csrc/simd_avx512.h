@@ -110,6 +110,13 @@ struct Vec {
         return _mm512_add_epi32(acc, _mm512_madd_epi16(x, _mm512_set1_epi32(pair)));
 #endif
     }
+    template <int N>
+    static void add_pairs(I (&acc)[N], const I (&x)[N], const int16_t* at) {
+        int32_t pair;
+        __builtin_memcpy(&pair, at, 4);
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) acc[v] = add_pairs(acc[v], x[v], pair);
+    }
     // a * b / 2^15, to nearest, of 2 W numbers.
     static void multiply_high(const int16_t* a, const int16_t* b, int16_t* to) {
         store_ints(to, _mm512_mulhrs_epi16(load_ints(a), load_ints(b)));
@@ -137,8 +144,11 @@ struct Vec {
         return _mm512_and_si512(_mm512_slli_epi16(x, SHIFT), _mm512_set1_epi8(MASK));
     }
     static Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
-    static I widen_low(Bytes x) { return _mm512_cvtepi8_epi16(_mm512_castsi512_si256(x)); }
-    static I widen_high(Bytes x) { return _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(x, 1)); }
+    static void widen(Bytes x, I& first, I& second) {
+        first = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(x));
+        second = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(x, 1));
+    }
+    static void reorder(I&, I&) {}
 
 #ifdef KVLOOM_DOT
     static constexpr bool kDot = true;

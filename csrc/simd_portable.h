@@ -79,6 +79,13 @@ struct Vec {
         const int32_t low = static_cast<int16_t>(pair), high = pair >> 16;
         return acc + (x << 16 >> 16) * low + (x >> 16) * high;
     }
+    template <int N>
+    static void add_pairs(I (&acc)[N], const I (&x)[N], const int16_t* at) {
+        int32_t pair;
+        __builtin_memcpy(&pair, at, 4);
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) acc[v] = add_pairs(acc[v], x[v], pair);
+    }
     // a * b / 2^15, to nearest, of 2 W numbers.
     static void multiply_high(const int16_t* a, const int16_t* b, int16_t* to) {
         for (int i = 0; i < 2 * W; ++i) to[i] = static_cast<int16_t>((a[i] * b[i] + (1 << 14)) >> 15);
@@ -112,8 +119,11 @@ struct Vec {
         return (x << SHIFT) & static_cast<uint8_t>(MASK);
     }
     static Bytes either(Bytes a, Bytes b) { return a | b; }
-    static I widen_low(Bytes x) { return widen_half(x, 0); }
-    static I widen_high(Bytes x) { return widen_half(x, kBytes / 2); }
+    static void widen(Bytes x, I& first, I& second) {
+        first = widen_half(x, 0);
+        second = widen_half(x, kBytes / 2);
+    }
+    static void reorder(I&, I&) {}
 
 private:
     static I widen_half(Bytes x, int from) {
