@@ -310,7 +310,7 @@ struct CodedScratch {
     float* scales;     // [kChunk * groups], tokens'
     float* offsets;    // the same
     float* channels;   // [kMaxDim]
-    float* row;        // [rows][2 + 2 * groups]: query scale and sum; weights' scales and offsets
+    float* row;        // [rows][2 + (1 + W) * groups]: query scale, sum and constant; weights' scales and offsets
     float* scaled;     // [kLda]
     int16_t* channel_levels;  // [kMaxDim], channels' scales of a block
     float* spare;      // as scales
@@ -333,7 +333,7 @@ struct CodedScratch {
         scales = reinterpret_cast<float*>(take(4u * kChunk * groups));
         offsets = reinterpret_cast<float*>(take(4u * kChunk * groups));
         channels = reinterpret_cast<float*>(take(4u * kMaxDim));
-        row = reinterpret_cast<float*>(take(4u * rows * (2 + 2 * groups)));
+        row = reinterpret_cast<float*>(take(4u * rows * (2 + (1 + Vec::W) * groups)));
         scaled = reinterpret_cast<float*>(take(4u * kLda));
         channel_levels = reinterpret_cast<int16_t*>(take(2u * kMaxDim));
         spare = reinterpret_cast<float*>(take(4u * kChunk * groups));
@@ -391,6 +391,29 @@ static void token_numbers(const unsigned char* block, const CodedPlane& plane, i
     for (int i = 0; i < size * groups; ++i) offsets[i] += plane.center * scales[i];
 }
 
+// A block's scales and offsets of channels: the scales as int16 `levels` with the scale that undoes it, and each
+// channel's middle, offset + center * scale, where there are offsets. `scaled` is scratch; both are [dim].
+static float channel_numbers(const unsigned char* scales, const unsigned char* offsets, float center, int dim, float* scaled,
+                             int16_t* levels, float* middles) {
+    halves(scales, dim, scaled);
+    if (offsets != nullptr) {
+        const auto* bits = reinterpret_cast<const uint16_t*>(offsets);
+        const Vec::F by = Vec::set1(center);
+        for (int d = 0; d < dim; d += Vec::W) Vec::store(middles + d, Vec::fma(Vec::load(scaled + d), by, Vec::load_f16(bits + d)));
+    }
+    return quantise_row(scaled, dim, levels);
+}
+
+static void scale_query(const int16_t* query, const int16_t* levels, int dim, int16_t* to) {
+    for (int d = 0; d < dim; d += 2 * Vec::W) Vec::multiply_high(query + d, levels + d, to + d);
+}
+
+static float dot(const float* a, const float* b, int count) {
+    Vec::F sum = Vec::zero();
+    for (int i = 0; i < count; i += Vec::W) sum = Vec::fma(Vec::load(a + i), Vec::load(b + i), sum);
+    return Vec::reduce_add(sum);
+}
+
 // to (+)= (sums * scale + shift) * scales, of a block's tokens.
 static void block_scores(const int32_t* sums, int size, Vec::F scale, Vec::F shift, const float* scales, bool accumulate,
                          float* to) {
@@ -412,8 +435,10 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
     const int size = format.block_size, dim = format.k_dim, groups = plane.token_groups;
     const auto* q = static_cast<const float*>(args.q);
     const auto row_of = [&](int r) { return s.row + r * 2; };
+    float* const constants = s.row + 2 * args.rows;  // [rows], what the channels' offsets add
     const bool by_channel = plane.channel_scale >= 0;
     for (int r = 0; r < args.rows; ++r) {
+        constants[r] = 0.0f;
         const float* from = q + static_cast<ptrdiff_t>(r) * kLda;
         Vec::F sum = Vec::zero();
         for (int d = 0; d < dim; d += W) sum = Vec::add(sum, Vec::load(from + d));
@@ -434,19 +459,13 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
             token_numbers(*block, plane, size, s.spare, s.scales, s.offsets);
             float block_scale = 1.0f;
             if (by_channel) {  // the channels' scales go into the queries: both are int16 of their largest
-                halves(*block + plane.channel_scale, dim, s.scaled);
-                block_scale = quantise_row(s.scaled, dim, s.channel_levels) * 32768.0f;
+                const bool offsets = plane.channel_offset >= 0;
+                const unsigned char* const offsets_at = offsets ? *block + plane.channel_offset : nullptr;
+                block_scale = 32768.0f * channel_numbers(*block + plane.channel_scale, offsets_at, plane.center, dim, s.scaled,
+                                                         s.channel_levels, s.channels);
                 for (int r = segment.row; r < segment.row + segment.rows; ++r) {
-                    for (int d = 0; d < dim; d += 2 * W) {
-                        Vec::multiply_high(s.query + r * kMaxDim + d, s.channel_levels + d, s.weights + r * kLda + d);
-                    }
-                }
-                if (plane.channel_offset >= 0) {
-                    halves(*block + plane.channel_offset, dim, s.channels);
-                    for (int d = 0; d < dim; d += W) {
-                        const Vec::F middle = Vec::fma(Vec::load(s.scaled + d), Vec::set1(plane.center), Vec::load(s.channels + d));
-                        Vec::store(s.channels + d, middle);
-                    }
+                    scale_query(s.query + r * kMaxDim, s.channel_levels, dim, s.weights + r * kLda);
+                    constants[r] = offsets ? dot(q + static_cast<ptrdiff_t>(r) * kLda, s.channels, dim) : 0.0f;
                 }
             }
             const int16_t* const queries = by_channel ? s.weights : s.query;
@@ -474,16 +493,9 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
                 }
                 for (int r = 0; r < segment.rows; ++r) {
                     const int row = segment.row + r;
-                    float constant = 0.0f;
-                    if (by_channel && plane.channel_offset >= 0) {
-                        const float* from = q + static_cast<ptrdiff_t>(row) * kLda;
-                        Vec::F sum = Vec::zero();
-                        for (int d = 0; d < dim; d += W) sum = Vec::fma(Vec::load(from + d), Vec::load(s.channels + d), sum);
-                        constant = Vec::reduce_add(sum);
-                    }
                     const Vec::F scale = Vec::set1(row_of(row)[0] * block_scale);
                     float* const scores = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
-                    block_scores(s.sums + r * size, size, scale, Vec::set1(constant), s.scales + g * size, g > 0, scores);
+                    block_scores(s.sums + r * size, size, scale, Vec::set1(constants[row]), s.scales + g * size, g > 0, scores);
                     if (plane.token_offset >= 0) add_offsets(s.offsets, size, Vec::set1(row_of(row)[1]), scores);
                 }
             }
@@ -503,10 +515,10 @@ static Vec::F scale_weights(const float* weights, const float* scales, int size,
     return top;
 }
 
-static float weighted(const float* weights, const float* numbers, int from, int to) {
-    Vec::F sum = Vec::zero();
+// sum += weights * numbers of a block's tokens [from, to), lane by lane.
+static Vec::F weighted(const float* weights, const float* numbers, int from, int to, Vec::F sum) {
     for (int t = from; t < to; t += Vec::W) sum = Vec::fma(Vec::load(weights + t), Vec::load(numbers + t), sum);
-    return Vec::reduce_add(sum);
+    return sum;
 }
 
 static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begin, int end) {
@@ -516,14 +528,15 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
     const int size = format.block_size, dim = format.v_dim, groups = plane.token_groups, width = dim / groups;
     const bool by_channel = plane.channel_scale >= 0;
     float* const weight_scale = s.row;                 // [groups][rows], of the largest weight at first
-    float* const offset = s.row + groups * args.rows;  // [groups][rows]
+    float* const offset = s.row + groups * args.rows;  // [groups][rows][W], lanes of their sums in order of blocks
     const auto weights_of = [&](int g, int r) { return s.weights + (static_cast<ptrdiff_t>(g) * args.rows + r) * kLda; };
     // Weights times scales: the block's part of each row, in all groups; scores keep the weights. Rows of several
     // segments read only some of the chunk's blocks: the other weights are 0.
     const int low = args.first / size * size, high = (args.end + size - 1) / size * size;
     const auto product_of = [&](int g, int r) { return s.products + (static_cast<ptrdiff_t>(g) * args.rows + r) * kChunk; };
     for (int i = 0; i < groups * args.rows; ++i) {
-        weight_scale[i] = offset[i] = 0.0f;
+        weight_scale[i] = 0.0f;
+        Vec::store(offset + i * W, Vec::zero());
         for (int t = low; args.count > 1 && t < high; t += W) Vec::store(product_of(0, i) + t, Vec::zero());
     }
     for (int i = 0; i < args.count; ++i) {
@@ -536,14 +549,15 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
         for (int row = segment.row; row < segment.row + segment.rows; ++row) {
             const float* const weights = args.scores + static_cast<ptrdiff_t>(row) * kLda;
             for (int g = 0; g < groups; ++g) {
-                Vec::F top = Vec::zero();
+                Vec::F top = Vec::zero(), sum = Vec::load(offset + (g * args.rows + row) * W);
                 for (int start = first; start < segment.end; start += size) {
                     const float* const scales = s.scales + start * groups + g * size;
                     const int from = start < begin ? begin - start : 0, to = start + size > end ? end - start : size;
                     top = scale_weights(weights + start, scales, size, from, to, top, product_of(g, row) + start);
                     if (plane.token_offset < 0) continue;
-                    offset[g * args.rows + row] += weighted(weights + start, s.offsets + start * groups + g * size, from, to);
+                    sum = weighted(weights + start, s.offsets + start * groups + g * size, from, to, sum);
                 }
+                Vec::store(offset + (g * args.rows + row) * W, sum);
                 float& most = weight_scale[g * args.rows + row];
                 const float found = Vec::reduce_max(top);
                 if (!(found <= most)) most = found;  // NaN stays
@@ -585,7 +599,7 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
         for (int row = segment.row; row < segment.row + segment.rows; ++row) {
             const float* const weights = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
             const int from = start < begin ? begin - start : 0, to = start + size > end ? end - start : size;
-            const Vec::F shift = Vec::set1(plane.token_offset < 0 ? 0.0f : weighted(weights, s.offsets, from, to)), scale = Vec::set1(weight_scale[row]);
+            const Vec::F shift = Vec::set1(plane.token_offset < 0 ? 0.0f : Vec::reduce_add(weighted(weights, s.offsets, from, to, Vec::zero()))), scale = Vec::set1(weight_scale[row]);
             float* out = args.out + row * args.out_stride;
             for (int d = 0; d < dim; d += W) {
                 const Vec::F x = Vec::fma(Vec::from_ints(Vec::load_ints(s.sums + row * kChunk + d)), scale, shift);
@@ -610,7 +624,7 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
     }
     for (int r = 0; !by_channel && r < args.rows; ++r) {
         for (int g = 0; g < groups; ++g) {
-            const Vec::F scale = Vec::set1(weight_scale[g * args.rows + r]), shift = Vec::set1(offset[g * args.rows + r]);
+            const Vec::F scale = Vec::set1(weight_scale[g * args.rows + r]), shift = Vec::set1(Vec::reduce_add(Vec::load(offset + (g * args.rows + r) * W)));
             for (int d = g * width; d < (g + 1) * width; d += W) {
                 const Vec::F x = Vec::from_ints(Vec::load_ints(s.sums + r * kChunk + d));
                 Vec::store(args.out + r * args.out_stride + d, Vec::fma(x, scale, shift));
