@@ -53,7 +53,8 @@ def describe(encoding: Encoding | None, block_size: int, guarded: tuple[int, ...
         return ()
     sinks = encoding.sink_blocks(block_size) * block_size
     recents = encoding.recent_blocks(block_size) * block_size
-    kept = [f"first {sinks} tokens"] * bool(sinks) + [f"last {recents} tokens and the open block" if recents else "the open block"]
+    kept = [f"first {sinks} tokens"] * bool(sinks)
+    kept.append(f"last {recents} tokens and the open block" if recents else "the open block")
     by_guard = f" ({', '.join(map(str, guarded))} by the codec guard)" if guarded else ""
     kept += [f"layers {', '.join(map(str, encoding.layers))}{by_guard}"] * bool(encoding.layers)
     return (f"codec {encoding.name}; raw: {'; '.join(kept)}",)

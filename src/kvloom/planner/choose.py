@@ -79,7 +79,10 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A pipeline with its predicted price."""
+    """A pipeline with its predicted price.
+
+    ``accepted``: its loss is; ``accepted_bare``: it would be with every token encoded, as other engines do.
+    """
 
     pipeline: Pipeline
     bytes_per_sequence: int
@@ -95,6 +98,7 @@ class Choice:
     conversations: int | None
     quality: Quality
     accepted: bool
+    accepted_bare: bool
     reasons: tuple[str, ...]
     pareto: bool = False
 
@@ -166,7 +170,8 @@ def _evaluate(
     fragile = _fragile(setting, pipeline)
     if fragile:
         reasons.append(fragile)
-    accepted = quality.kl_mean is not None and quality.kl_mean <= limit and not fragile and pipeline.press is None
+    bare = _quality(setting, replace(pipeline, form=replace(form, sink_tokens=0, recent_tokens=0)), elsewhere=True)
+    sound = not fragile and pipeline.press is None
     if quality.kl_mean is None:
         reasons.append("its loss is not measured at this protection")
     elif not quality.measured_for_this_model:
@@ -204,9 +209,14 @@ def _evaluate(
         bound=None if step is None else step.bound,
         conversations=held,
         quality=quality,
-        accepted=accepted,
+        accepted=sound and _within(quality, limit),
+        accepted_bare=sound and _within(bare, limit),
         reasons=tuple(reasons),
     )
+
+
+def _within(quality: Quality, limit: float) -> bool:
+    return quality.kl_mean is not None and quality.kl_mean <= limit
 
 
 def _within_latency(setting: Setting, form: CacheFormat, tokens: int, largest: int, workload: Workload | None) -> int:
@@ -222,7 +232,7 @@ def _within_latency(setting: Setting, form: CacheFormat, tokens: int, largest: i
     return max(1, low)
 
 
-def _quality(setting: Setting, pipeline: Pipeline) -> Quality:
+def _quality(setting: Setting, pipeline: Pipeline, *, elsewhere: bool = False) -> Quality:
     if pipeline.press is not None:
         return Quality(
             kl_mean=None,
@@ -241,6 +251,7 @@ def _quality(setting: Setting, pipeline: Pipeline) -> Quality:
         recent_tokens=pipeline.form.recent_tokens,
         model=setting.model,
         long=setting.tokens >= LONG_CONTEXT,
+        elsewhere=elsewhere,
     )
 
 

@@ -87,9 +87,9 @@ def kvloom_yaml(pipeline: Pipeline, setting: Setting) -> str:
 
 
 def launches(choices: Sequence[Choice], setting: Setting) -> tuple[Launch, ...]:
-    """Launch commands for the other engines, each with the best accepted codec that it has.
+    """Launch commands for the other engines, each with the best codec that it has and that is accepted there.
 
-    Everything but the codec follows the first choice.
+    They keep no tokens raw: a codec's loss counts as it is then. Everything but the codec follows the first choice.
     """
     engines: tuple[tuple[Callable[[Pipeline, Setting], Launch], Codecs], ...] = (
         (_vllm, _VLLM),
@@ -105,14 +105,16 @@ def _launch(
     build: Callable[[Pipeline, Setting], Launch], table: Codecs, choices: Sequence[Choice], setting: Setting
 ) -> Launch:
     best = choices[0].pipeline
-    if best.form.codec.name in table:
+    wanted = best.form.codec.name
+    if wanted in table and choices[0].accepted_bare:
         return build(best, setting)
     for choice in choices:
         name = choice.pipeline.form.codec.name
-        if choice.accepted and name in table:
+        if choice.accepted and choice.accepted_bare and name in table:
             replaced = replace(best, form=choice.pipeline.form, press=None, keep=None)
             launch = build(replaced, setting)
-            missing = [f"codec {best.form.codec.name}: not available there; {name}, the next accepted one, instead"]
+            why = "too much is lost where all tokens are encoded" if wanted in table else "not available there"
+            missing = [f"codec {wanted}: {why}; {name}, the next accepted one, instead"]
             if best.press:
                 missing.append(f"press {best.press}")
             return replace(launch, cannot=(*missing, *launch.cannot))

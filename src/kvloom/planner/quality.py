@@ -13,6 +13,8 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+from kvloom.core.codec_sizes import parse_codec
+
 NOT_MEASURED = "not measured for this family"
 
 
@@ -52,31 +54,72 @@ LOSSLESS = Quality(
 
 @lru_cache(maxsize=1)
 def _data() -> Mapping[str, Any]:
-    text = files("kvloom.planner").joinpath("data").joinpath("quality.json").read_text(encoding="utf-8")
-    data: dict[str, Any] = json.loads(text)
+    data: dict[str, Any] = json.loads(_read("quality.json"))
+    for table in data["tables"]:
+        if "record" in table:
+            table["rows"] = _recorded(table["record"], table["window"], table["count"])
     return data
 
 
+def _read(name: str) -> str:
+    return files("kvloom.planner").joinpath("data").joinpath(name).read_text(encoding="utf-8")
+
+
+def _recorded(name: str, window: int, count: int) -> list[dict[str, Any]]:
+    """Rows of what ``kvloom gate quality --record`` keeps, for ``count`` windows of ``window`` tokens of each text."""
+    rows = []
+    for line in _read(name).splitlines():
+        entry = json.loads(line)
+        run, loss = entry["run"], entry["loss"]
+        if (run["window"], run["count"]) != (window, count):
+            continue
+        codec, sinks, recents = (run["setting"][key] for key in ("codec", "sink_tokens", "recent_tokens"))
+        own = parse_codec(codec)
+        rows.append(
+            {
+                "label": codec,
+                "codec": codec,
+                "sink_tokens": own.sink_tokens if sinks is None else sinks,
+                "recent_tokens": own.recent_tokens if recents is None else recents,
+                "kl_mean": loss["kl_mean"],
+                "kl_p99": loss["kl_p99"],
+                "top1_percent": 100 * loss["top1"],
+                "perplexity_change_percent": 100 * (loss["perplexity"] / loss["exact_perplexity"] - 1),
+            }
+        )
+    return rows
+
+
 def tables() -> list[dict[str, Any]]:
-    """Every measured table, each with ``model``, ``text``, ``how``, ``limits`` and ``rows``."""
+    """Every measured table, each with ``model``, ``text``, ``window``, ``how``, ``limits`` and ``rows``.
+
+    Those of this engine come first; the others are of quantised copies of keys and values, without an engine.
+    """
     return list(_data()["tables"])
 
 
-def expected_loss(codec: str, *, sink_tokens: int, recent_tokens: int, model: str, long: bool = False) -> Quality:
+SHORT, LONG = 1024, 4096  # windows of the tables, tokens
+
+
+def expected_loss(
+    codec: str, *, sink_tokens: int, recent_tokens: int, model: str, long: bool = False, elsewhere: bool = False
+) -> Quality:
     """The measured loss of ``codec`` under a protection, or the nearest weaker one measured.
 
-    ``long`` prefers the 4,096-token table, where the protected share is smaller. A row measured
-    with *more* protection than asked for is never used: it would flatter.
+    ``long`` prefers the 4,096-token tables, where the protected share is smaller. A row measured
+    with *more* protection than asked for is never used: it would flatter. Of rows with equal protection
+    this engine's own counts; ``elsewhere``, for engines that encode the newest tokens too, none of its own does.
     """
-    ordered = list(reversed(tables())) if long else tables()
-    for place, table in enumerate(ordered):
+    for window in (LONG, SHORT) if long else (SHORT, LONG):
         rows = [
-            row
+            (table, row)
+            for table in tables()
+            if table["window"] == window and not (elsewhere and "record" in table)
             for row in table["rows"]
             if row.get("codec") == codec and row["sink_tokens"] <= sink_tokens and row["recent_tokens"] <= recent_tokens
         ]
         if rows:
-            row = max(rows, key=lambda item: (item["recent_tokens"], item["sink_tokens"]))
+            table, row = max(rows, key=lambda found: (found[1]["recent_tokens"], found[1]["sink_tokens"]))
             return Quality(
                 kl_mean=row["kl_mean"],
                 top1_percent=row["top1_percent"],
@@ -85,7 +128,7 @@ def expected_loss(codec: str, *, sink_tokens: int, recent_tokens: int, model: st
                 text=table["text"],
                 protection=f"first {row['sink_tokens']} and last {row['recent_tokens']} tokens raw",
                 measured_for_this_model=any(name in model.lower() for name in table["model_names"]),
-                short_text=long and place > 0,
+                short_text=long and window == SHORT,
             )
     return Quality(
         kl_mean=None,
