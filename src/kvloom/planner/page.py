@@ -87,7 +87,7 @@ def _pareto(document: Mapping[str, Any]) -> str:
             weight=(choice["tokens_per_second"] or 0.0) / fastest if fastest else 0.3,
             strong=choice["pareto"],
             hint=f"{choice['name']}: {format_bytes(choice['bytes_per_sequence'])}, "
-            f"KL {choice['quality']['kl_mean']:g}, "
+            f"KL {choice['quality']['kl_mean']:.3g}, "
             + (f"{choice['tokens_per_second']:,.0f} tokens/s" if choice["tokens_per_second"] else "speed unknown"),
         )
         for choice in measured

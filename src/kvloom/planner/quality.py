@@ -127,7 +127,7 @@ def expected_loss(
                 model=table["model"],
                 text=table["text"],
                 protection=f"first {row['sink_tokens']} and last {row['recent_tokens']} tokens raw",
-                measured_for_this_model=any(name in model.lower() for name in table["model_names"]),
+                measured_for_this_model=any(_plain(name) in _plain(model) for name in table["model_names"]),
                 short_text=long and window == SHORT,
             )
     return Quality(
@@ -139,6 +139,11 @@ def expected_loss(
         protection="",
         measured_for_this_model=False,
     )
+
+
+def _plain(name: str) -> str:
+    """Letters and digits: hub ids, presets and GGUF headers write ``SmolLM2-135M``, ``Smollm2 135M``."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def known_results(model: str, model_type: str) -> list[dict[str, str]]:

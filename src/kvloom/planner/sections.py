@@ -208,7 +208,7 @@ def _choices(document: Document) -> Section:
     rows = []
     for choice in document["choices"]:
         quality = choice["quality"]
-        loss = "?" if quality["kl_mean"] is None else f"{quality['kl_mean']:g}"
+        loss = "?" if quality["kl_mean"] is None else f"{quality['kl_mean']:.3g}"
         speed = "" if choice["tokens_per_second"] is None else f"{choice['tokens_per_second']:,.0f}"
         rows.append(
             (
