@@ -156,6 +156,12 @@ void levels_tile(const Levels& o, int row, int column) {
         for (int v = 0; v < VECS; ++v) acc[r][v] = o.accumulate ? Vec::load_ints(c + r * o.c_stride + v * W) : Vec::zero_ints();
     }
     for (int s = 0; s < o.steps; ++s, a += 2, b += o.b_stride) {
+        if constexpr (VECS == 2) {
+            const I x[2] = {Vec::load_ints(b), Vec::load_ints(b + 2 * W)};
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; ++r) Vec::add_pairs(acc[r], x, a + r * o.a_stride);
+            continue;
+        }
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; ++v) {
             const I x = Vec::load_ints(b + 2 * v * W);
