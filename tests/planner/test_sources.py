@@ -14,7 +14,7 @@ from kvloom.core.errors import ConfigError, CorruptModelError
 from kvloom.planner.errors import UnknownError
 from kvloom.planner.readers import read_architecture
 from kvloom.planner.sources import find_model
-from kvloom.planner.weights import weight_bytes
+from kvloom.planner.weights import packed_warning, weight_bytes
 
 from .helpers import architecture as architecture_of
 
@@ -41,6 +41,19 @@ def test_gguf_header(gguf_file: Callable[..., Path]) -> None:
     assert source.config["tie_word_embeddings"] is False
     assert architecture.layers[0].num_heads == 2
     assert architecture.layers[0].planes[0].dim == 16
+
+
+def test_packed_weights_are_told_apart_from_what_is_served(gguf_file: Callable[..., Path]) -> None:
+    """320 bytes for 384 parameters, which take 768 in bfloat16."""
+    source = find_model(str(gguf_file(LLAMA, {"token_embd.weight": (64, 3), "output.weight": (64, 3)}, data=320)))
+    architecture = read_architecture(source.config, origin=source.origin)
+    packed = weight_bytes(source, architecture, dtype=None, override=None)
+    assert packed is not None and packed.num_bytes == 320
+    told = packed_warning(source, packed)
+    assert told is not None and "320 B" in told and "768 B" in told and "--weight-dtype bfloat16" in told
+    for dtype, override in (("bfloat16", None), (None, "320")):
+        chosen = weight_bytes(source, architecture, dtype=dtype, override=override)
+        assert chosen is not None and packed_warning(source, chosen) is None
 
 
 def test_gguf_without_data_counts_parameters(gguf_file: Callable[..., Path]) -> None:

@@ -35,7 +35,7 @@ from kvloom.planner.roofline import Roofline
 from kvloom.planner.setting import Setting, outweighs
 from kvloom.planner.situations import find_situation
 from kvloom.planner.sources import ModelSource, find_model
-from kvloom.planner.weights import weight_bytes
+from kvloom.planner.weights import packed_warning, weight_bytes
 from kvloom.planner.whatif import what_if
 from kvloom.planner.workload import Workload, workload_of_trace
 
@@ -88,6 +88,8 @@ def answer(question: Question) -> Answer:
         )
     else:
         assumptions.append(f"weights: {weights.origin}")
+        packed = packed_warning(source, weights)
+        warnings += [packed] if packed else []
 
     hardware, asked = _hardware(question)
     parallel = choose_parallel(architecture, hardware, {"tp": question.tp, "pp": question.pp, "dp": question.dp})

@@ -16,6 +16,7 @@ from kvloom.planner.presets import find_preset, nearest_presets, preset_names
 
 HUB_TIMEOUT_S = 5.0
 PACKAGE = "package:"
+GGUF_ORIGIN = "GGUF data section"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +114,7 @@ def _from_gguf(path: Path) -> ModelSource:
         origin=str(path),
         config=config,
         weight_bytes=size,
-        weight_origin="GGUF data section" if size else "",
+        weight_origin=GGUF_ORIGIN if size else "",
         parameters=int(parameters) if parameters else None,
     )
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from kvloom.core.errors import ConfigError
-from kvloom.core.sizes import parse_bytes
+from kvloom.core.sizes import format_bytes, parse_bytes
 from kvloom.planner.architecture import Architecture
-from kvloom.planner.sources import ModelSource
+from kvloom.planner.sources import GGUF_ORIGIN, ModelSource
 
 # What a runtime keeps for itself per device: context, kernels, allocator slack. An estimate.
 GPU_OVERHEAD_BYTES = 1 * 2**30
@@ -73,6 +73,18 @@ def weight_bytes(
         origin=f"{count:,} parameters counted from the configuration × {per:g} bytes ({why})",
         estimate=chosen not in ("float32", "bfloat16", "float16"),  # some tensors usually stay at 16 bits
         bytes_per_parameter=per,
+    )
+
+
+def packed_warning(source: ModelSource, weights: Weights) -> str | None:
+    """Where a GGUF's packed weights are counted: what kvloom, which serves them in bfloat16, holds in their place."""
+    per = WEIGHT_DTYPES["bfloat16"]
+    if weights.origin != GGUF_ORIGIN or source.parameters is None or weights.bytes_per_parameter >= per:
+        return None
+    held = ceil(source.parameters * per)
+    return (
+        f"weights are counted as the GGUF packs them, {format_bytes(weights.num_bytes)}; kvloom serves them in "
+        f"bfloat16, {format_bytes(held)}: --weight-dtype bfloat16 counts those"
     )
 
 
