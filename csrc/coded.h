@@ -160,16 +160,16 @@ void levels_tile(const Levels& o, int row, int column) {
             const I x[2] = {Vec::load_ints(b), Vec::load_ints(b + 2 * W)};
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r) Vec::add_pairs(acc[r], x, a + r * o.a_stride);
-            continue;
-        }
+        } else {
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) {
-            const I x = Vec::load_ints(b + 2 * v * W);
+            for (int v = 0; v < VECS; ++v) {
+                const I x = Vec::load_ints(b + 2 * v * W);
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) {
-                int32_t pair;
-                __builtin_memcpy(&pair, a + r * o.a_stride, 4);
-                acc[r][v] = Vec::add_pairs(acc[r][v], x, pair);
+                for (int r = 0; r < ROWS; ++r) {
+                    int32_t pair;
+                    __builtin_memcpy(&pair, a + r * o.a_stride, 4);
+                    acc[r][v] = Vec::add_pairs(acc[r][v], x, pair);
+                }
             }
         }
     }
@@ -298,8 +298,8 @@ static float quantise_row(const float* x, int count, float most, int16_t* to) {
 
 static float quantise_row(const float* x, int count, int16_t* to) {
     Vec::F top = Vec::zero();
-    for (int i = 0; i < count; i += Vec::W) top = Vec::max(top, Vec::abs(Vec::load(x + i)));
-    return quantise_row(x, count, Vec::reduce_max(top), to);
+    for (int i = 0; i < count; i += Vec::W) top = Vec::max_size(top, Vec::abs(Vec::load(x + i)));
+    return quantise_row(x, count, Vec::reduce_max_size(top), to);
 }
 
 static void halves(const unsigned char* from, int count, float* to) {
@@ -471,7 +471,7 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
                                                          s.channel_levels, s.channels);
                 for (int r = segment.row; r < segment.row + segment.rows; ++r) {
                     scale_query(s.query + r * kMaxDim, s.channel_levels, dim, s.weights + r * kLda);
-                    constants[r] = offsets ? dot(q + static_cast<ptrdiff_t>(r) * kLda, s.channels, dim) : 0.0f;
+                    if (offsets) constants[r] = dot(q + static_cast<ptrdiff_t>(r) * kLda, s.channels, dim);
                 }
             }
             const int16_t* const queries = by_channel ? s.weights : s.query;
@@ -509,13 +509,13 @@ static void coded_scores(const ChunkArgs& args, const CodedScratch& s) {
     }
 }
 
-// to = weights * scales of a block's tokens [from, to), multiples of the vector's width, and 0 at others. Returns the
-// larger of `top` and their sizes.
+// to = weights * scales of a block's tokens [from, end), multiples of the vector's width, and 0 at others. Returns the
+// larger of `top` and their sizes, or NaN where one is.
 static Vec::F scale_weights(const float* weights, const float* scales, int size, int from, int end, Vec::F top, float* to) {
     for (int t = 0; t < size; t += Vec::W) {
         const bool seen = t >= from && t < end;
         const Vec::F x = seen ? Vec::mul(Vec::load(weights + t), Vec::load(scales + t)) : Vec::zero();
-        top = Vec::max(top, Vec::abs(x));
+        top = Vec::max_size(top, Vec::abs(x));
         Vec::store(to + t, x);
     }
     return top;
@@ -560,13 +560,12 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
                     const float* const scales = s.scales + start * groups + g * size;
                     const int from = start < begin ? begin - start : 0, to = start + size > end ? end - start : size;
                     top = scale_weights(weights + start, scales, size, from, to, top, product_of(g, row) + start);
-                    if (plane.token_offset < 0) continue;
+                    if (plane.token_offset < 0 || by_channel) continue;
                     sum = weighted(weights + start, s.offsets + start * groups + g * size, from, to, sum);
                 }
                 Vec::store(offset + (g * args.rows + row) * W, sum);
-                float& most = weight_scale[g * args.rows + row];
-                const float found = Vec::reduce_max(top);
-                if (!(found <= most)) most = found;  // NaN stays
+                float& most = weight_scale[g * args.rows + row];  // of all the row's segments
+                most = Vec::reduce_max_size(Vec::max_size(top, Vec::set1(most)));
             }
         }
     }
@@ -605,7 +604,9 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
         for (int row = segment.row; row < segment.row + segment.rows; ++row) {
             const float* const weights = args.scores + static_cast<ptrdiff_t>(row) * kLda + start;
             const int from = start < begin ? begin - start : 0, to = start + size > end ? end - start : size;
-            const Vec::F shift = Vec::set1(plane.token_offset < 0 ? 0.0f : Vec::reduce_add(weighted(weights, s.offsets, from, to, Vec::zero()))), scale = Vec::set1(weight_scale[row]);
+            Vec::F sum = Vec::zero();
+            if (plane.token_offset >= 0) sum = weighted(weights, s.offsets, from, to, sum);
+            const Vec::F shift = Vec::set1(Vec::reduce_add(sum)), scale = Vec::set1(weight_scale[row]);
             float* out = args.out + row * args.out_stride;
             for (int d = 0; d < dim; d += W) {
                 const Vec::F x = Vec::fma(Vec::from_ints(Vec::load_ints(s.sums + row * kChunk + d)), scale, shift);
@@ -630,7 +631,8 @@ static void coded_outputs(const ChunkArgs& args, const CodedScratch& s, int begi
     }
     for (int r = 0; !by_channel && r < args.rows; ++r) {
         for (int g = 0; g < groups; ++g) {
-            const Vec::F scale = Vec::set1(weight_scale[g * args.rows + r]), shift = Vec::set1(Vec::reduce_add(Vec::load(offset + (g * args.rows + r) * W)));
+            const Vec::F scale = Vec::set1(weight_scale[g * args.rows + r]);
+            const Vec::F shift = Vec::set1(Vec::reduce_add(Vec::load(offset + (g * args.rows + r) * W)));
             for (int d = g * width; d < (g + 1) * width; d += W) {
                 const Vec::F x = Vec::from_ints(Vec::load_ints(s.sums + r * kChunk + d));
                 Vec::store(args.out + r * args.out_stride + d, Vec::fma(x, scale, shift));

@@ -57,6 +57,16 @@ struct Vec {
         y = _mm_max_ps(y, _mm_movehl_ps(y, y));
         return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
     }
+    // The larger of numbers from 0 on, by their bits: NaN is larger than any.
+    static F max_size(F a, F b) {
+        return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+    }
+    static float reduce_max_size(F x) {
+        const I bits = _mm256_castps_si256(x);
+        __m128i y = _mm_max_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+        y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+        return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0xb1))));
+    }
 
     static F bf16_first(const uint16_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(load_bits(p), 16)); }
     static F bf16_second(const uint16_t* p) {

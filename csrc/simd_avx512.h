@@ -70,6 +70,17 @@ struct Vec {
         z = _mm_max_ps(z, _mm_movehl_ps(z, z));
         return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
     }
+    // The larger of numbers from 0 on, by their bits: NaN is larger than any.
+    static F max_size(F a, F b) {
+        return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+    }
+    static float reduce_max_size(F x) {
+        const __m512i bits = _mm512_castps_si512(x);
+        const __m256i y = _mm256_max_epi32(_mm512_castsi512_si256(bits), _mm512_extracti64x4_epi64(bits, 1));
+        __m128i z = _mm_max_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+        z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0x4e));
+        return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(z, _mm_shuffle_epi32(z, 0xb1))));
+    }
 
     static F bf16_first(const uint16_t* p) { return bf16_first(load_bits(p)); }
     static F bf16_second(const uint16_t* p) { return bf16_second(load_bits(p)); }

@@ -50,6 +50,12 @@ struct Vec {
         const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
         return a > b ? a : b;
     }
+    // The larger of numbers from 0 on, by their bits: NaN is larger than any.
+    static F max_size(F a, F b) { return select((I)a > (I)b, a, b); }
+    static float reduce_max_size(F x) {
+        const F y = max_size(x, F{x[2], x[3], x[0], x[1]});
+        return max_size(y, F{y[1], y[0], y[3], y[2]})[0];
+    }
 
     // bf16 pairs: 4 lanes of 32 bits, the first of each pair in the lower half.
     static F bf16_first(const uint16_t* p) { return (F)(load_bits(p) << 16); }

@@ -19,8 +19,8 @@ static inline void exp2_vecs(typename V::F (&x)[N]) {
 #pragma GCC unroll 8
         for (int i = 0; i < N; ++i) f(i);
     };
-    // Where the power is 0: what is not visible has no weight at all.
-    each([&](int i) { x[i] = V::max(x[i], V::set1(V::kScales ? -160.0f : -127.0f)); });
+    // Where the power is 0: what is not visible has no weight at all. In this order max keeps what is no number.
+    each([&](int i) { x[i] = V::max(V::set1(V::kScales ? -160.0f : -127.0f), x[i]); });
     if constexpr (V::kScales) {
         each([&](int i) { whole[i] = V::nearest(x[i]); });
         each([&](int i) { x[i] = V::sub(x[i], whole[i]); });

@@ -103,7 +103,8 @@ static inline int coded_groups(const Format& format) {
 // Bytes of ChunkArgs::coded for up to `rows` rows.
 static inline size_t coded_scratch_bytes(const Format& format, int rows) {
     const int groups = coded_groups(format), dim = format.k_dim > format.v_dim ? format.k_dim : format.v_dim;
-    const size_t per_row = 2 * kMaxDim + static_cast<size_t>(2 * groups) * kLda + 4 * (1 + groups) * kChunk + 4 * (2 + 17 * groups);
+    constexpr int widest = 16;  // lanes of a vector
+    const size_t per_row = 2 * kMaxDim + static_cast<size_t>(2 * groups) * kLda + 4 * (1 + groups) * kChunk + 4 * (2 + (1 + widest) * groups);
     return 4u * dim * format.block_size + 128 + rows * per_row + 12u * kChunk * groups + 6 * kMaxDim + 4 * kLda + 16 * 64;
 }
 

@@ -14,6 +14,7 @@ from kvloom.core.request import SamplingParams
 from kvloom.core.sequence import Sequence
 from kvloom.engine.engine import Engine
 from kvloom.engine.scheduler import Chunk
+from kvloom.server import banner
 from tests.engine.simulation import NAME, Rule, simulate
 from tests.engine.tiny import ask, load_tiny, make_model, prompt_of, run
 
@@ -125,6 +126,13 @@ def test_sizes_are_exact_and_said() -> None:
     assert run(engine)["x", 0][-1].usage.approximations == (
         "codec k=int8,v=int4; raw: first 32 tokens; last 64 tokens and the open block; layers 0",
     )
+
+
+def test_no_tokens_are_named_where_only_the_open_block_stays_raw() -> None:
+    engine = codec_engine("int8", block_size=32, sink_tokens=0, recent_tokens=0)
+    ask(engine, "x", prompt_of(0, 20))
+    assert run(engine)["x", 0][-1].usage.approximations == ("codec int8; raw: the open block",)
+    assert dict(banner.rows(engine.info, "http://x", ("m",)))["codec"].endswith("side data; raw: the open block")
 
 
 def test_a_raw_pipeline_has_no_approximation() -> None:

@@ -89,11 +89,20 @@ def rows_of(page: Path) -> list[str]:
 def test_every_protection_is_measured_on_every_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(monkeypatch)
     stand.measured.append("int4")
-    text, output = tmp_path / "text.txt", tmp_path / "page.md"
+    text, output, record = tmp_path / "text.txt", tmp_path / "page.md", tmp_path / "losses.jsonl"
     text.write_text("words")
-    command.quality(model="m", text=[text], codec=["int8", "int4"], window=["64x1", "32"], needles=0, output=output)
+    command.quality(
+        model="m", text=[text], codec=["int8", "int4"], window=["64x1", "32"], needles=0, output=output, record=record
+    )
     # default, then int8 with 16 / 64, int4 with none; a heading between the tables
     assert rows_of(output) == ["int8", "int8", "int4", "int4", "codec", "int8", "int8", "int4", "int4"]
+    runs = [json.loads(line)["run"] for line in record.read_text().splitlines()]
+    settings = [
+        {"codec": codec, "sink_tokens": sinks, "recent_tokens": recents}
+        for codec, sinks, recents in (("int8", None, None), ("int8", 16, 64), ("int4", None, None), ("int4", 0, 0))
+    ]
+    assert [run["setting"] for run in runs if run["window"] == 32] == settings
+    assert [run["setting"] for run in runs if run["window"] == 64] == settings
 
 
 def test_a_page_of_others_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

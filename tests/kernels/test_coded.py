@@ -102,25 +102,35 @@ def make_world(names: tuple[str, str], dim: int, size: int, sequences: int, bloc
     return World(fmt, arena, tables, key, value, decoded(key, encoded[0]), decoded(value, encoded[1]))
 
 
-def attend(
-    backend: CpuBackend, world: World, q: torch.Tensor, rows: int, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over all blocks, each sequence's queries standing behind its last block."""
-    sequences, blocks = world.tables.shape
-    batch = QueryBatch.build([rows] * sequences, [length] * sequences, torch.device("cpu"))
+def turn_queries(world: World, q: torch.Tensor) -> torch.Tensor:
     native = world.key.native
     turned = q
     if native.query_turns is not None:
         turned = torch.einsum("thgd,hde->thge", q.unflatten(1, (HEADS, -1)), native.query_turns(LAYER)).flatten(1, 2)
     elif native.turn is not None:
         turned = q @ native.turn
-    turned = turned.contiguous()
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    return turned.contiguous()
+
+
+def attend_turned(
+    backend: CpuBackend, world: World, turned: torch.Tensor, rows: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over all blocks, each sequence's queries standing behind its last block; outputs are not turned back."""
+    sequences, blocks = world.tables.shape
+    batch = QueryBatch.build([rows] * sequences, [length] * sequences, torch.device("cpu"))
+    out, lse = torch.empty_like(turned), torch.empty(turned.shape[:2])
     backend._kernels.attend(
         world.fmt, backend.native_batch(world.arena, world.tables, batch), 0,
         turned.data_ptr(), 0, turned.stride(0), turned.stride(1), QUERY_HEADS,
-        out.data_ptr(), 0, lse.data_ptr(), q.shape[-1] ** -0.5, 0.0, 0, -1, 0, blocks, 1, -1,
+        out.data_ptr(), 0, lse.data_ptr(), turned.shape[-1] ** -0.5, 0.0, 0, -1, 0, blocks, 1, -1,
     )  # fmt: skip
+    return out, lse
+
+
+def attend(
+    backend: CpuBackend, world: World, q: torch.Tensor, rows: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = attend_turned(backend, world, turn_queries(world, q), rows, length)
     turn = world.value.native.turn
     return (out if turn is None else out @ turn.T), lse
 
@@ -148,16 +158,46 @@ def test_equals_attention_over_decoded_blocks(names: tuple[str, str], variant: s
         assert float((lse - right_lse).abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize("rows", [1, 3])  # times the heads of a group: few enough for registers, and more
 @pytest.mark.parametrize(
-    "names", [("int8", "int8"), ("fp8", "fp8"), ("kivi2.key", "kivi2.value"), ("kvarn4.key", "kvarn4.value")]
+    "names",
+    [
+        ("int8", "int8"),
+        ("fp8", "fp8"),
+        ("q8_0", "q4_0"),
+        ("int4", "int4"),
+        ("loom3", "turboquant3"),
+        ("kivi2.key", "kivi2.value"),
+        ("kvarn4.key", "kvarn4.value"),
+    ],
 )
-def test_bits_do_not_depend_on_batch_threads_or_sharing(names: tuple[str, str]) -> None:
+def test_bits_do_not_depend_on_batch_threads_or_sharing(names: tuple[str, str], rows: int) -> None:
     world = make_world(names, 64, 32, sequences=4, blocks=24)
     world.tables[2:, :16] = world.tables[1, :16]  # two prefixes in common, then apart
-    q = torch.randn(4, QUERY_HEADS, 64, generator=torch.Generator().manual_seed(3))
-    together = attend(CpuBackend(num_threads=2), world, q, 1, 24 * 32)
-    for row in range(4):
-        alone = World(**(world.__dict__ | {"tables": world.tables[row : row + 1].contiguous()}))
-        out, lse = attend(CpuBackend(num_threads=1), alone, q[row : row + 1], 1, 24 * 32)
-        assert torch.equal(out, together[0][row : row + 1])
-        assert torch.equal(lse, together[1][row : row + 1])
+    q = torch.randn(4 * rows, QUERY_HEADS, 64, generator=torch.Generator().manual_seed(3))
+    turned = turn_queries(world, q)
+    together = attend_turned(CpuBackend(num_threads=2), world, turned, rows, 24 * 32)
+    for at in range(4):
+        own = slice(at * rows, (at + 1) * rows)
+        alone = World(**(world.__dict__ | {"tables": world.tables[at : at + 1].contiguous()}))
+        out, lse = attend_turned(CpuBackend(num_threads=1), alone, turned[own].contiguous(), rows, 24 * 32)
+        assert torch.equal(out, together[0][own])
+        assert torch.equal(lse, together[1][own])
+
+
+@pytest.mark.parametrize("variant", _cpu.variant_names())
+@pytest.mark.parametrize("names", [("int8", "int8"), ("turboquant4", "turboquant4"), ("kivi2.key", "kivi2.value")])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_hidden(names: tuple[str, str], variant: str, number: float) -> None:
+    """One element of one query: its row's outputs are NaN, whichever lane of whichever vector it is in."""
+    backend = CpuBackend(num_threads=1, isa=variant)
+    world = make_world(names, 64, 32, sequences=1, blocks=2)
+    for rows in (1, 3):
+        for element in (0, 10, 33, 63):
+            q = torch.randn(rows, QUERY_HEADS, 64, generator=torch.Generator().manual_seed(4))
+            right, _ = attend_turned(backend, world, q, rows, 64)
+            q[0, 4, element] = number
+            out, _ = attend_turned(backend, world, q, rows, 64)
+            assert bool(out[0, 4].isnan().all())
+            out[0, 4] = right[0, 4]
+            assert torch.equal(out, right)

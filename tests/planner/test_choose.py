@@ -10,7 +10,7 @@ import yaml
 from kvloom.core.codec_sizes import CODEC_CHOICES, RAW_DTYPES
 from kvloom.core.config import PipelineConfig
 from kvloom.planner.plan import answer
-from kvloom.planner.quality import expected_loss, tables
+from kvloom.planner.quality import Quality, expected_loss, loss_elsewhere, tables
 from kvloom.planner.question import Question
 from kvloom.planner.situations import SITUATIONS
 from kvloom.planner.workload import Workload
@@ -89,9 +89,25 @@ def test_tables_name_model_and_text() -> None:
     for table in tables():
         assert table["model"] and table["text"] and table["limits"]
         assert all(row["kl_mean"] >= 0 for row in table["rows"])
-    weaker = expected_loss("turboquant3", sink_tokens=16, recent_tokens=63, model="x")
-    assert weaker.kl_mean == 0.02735  # S16 R16: never a row with more protection than asked
-    assert expected_loss("k=int8,v=fp8", sink_tokens=16, recent_tokens=64, model="x").note == "not measured"
+        assert table["rows"]
+
+
+def test_no_row_flatters() -> None:
+    """Protection comes in whole blocks; what was measured with more of it, or in larger blocks, is not used."""
+
+    def loss(codec: str, recents: int, block_size: int = 32) -> Quality:
+        return expected_loss(codec, sink_tokens=16, recent_tokens=recents, block_size=block_size, model="x")
+
+    own = loss("turboquant3", 64)
+    assert own.kl_mean == pytest.approx(0.0139, abs=0.0005)
+    assert own.protection == "first 32 tokens and last 64 tokens and the open block raw"
+    assert loss("turboquant3", 63) == own == loss("turboquant3", 33)
+    assert loss("turboquant3", 32).kl_mean == 0.02735  # first and last 16 raw, the nearest weaker one
+    assert loss("turboquant3", 64, block_size=64) == own
+    assert loss("turboquant3", 64, block_size=16).kl_mean == 0.01393  # to the token, without an open block
+    assert loss("k=int8,v=fp8", 64).note == "not measured"
+    nothing = expected_loss("int8", sink_tokens=0, recent_tokens=0, block_size=32, model="x")
+    assert nothing.protection == "the open block raw"
 
 
 def test_this_engines_losses_come_first() -> None:
@@ -99,12 +115,14 @@ def test_this_engines_losses_come_first() -> None:
         choice = CODEC_CHOICES[codec]
         for long in (False, True):
             kept = {"sink_tokens": choice.sink_tokens, "recent_tokens": choice.recent_tokens}
-            found = expected_loss(codec, **kept, model="Smollm2 135M 8k", long=long)
+            found = expected_loss(codec, **kept, block_size=32, model="Smollm2 135M 8k", long=long)
             assert found.text is not None and "Shakespeare" in found.text, codec
             assert found.measured_for_this_model and not found.short_text
-    nothing = {"sink_tokens": 0, "recent_tokens": 0, "model": "x"}
-    assert expected_loss("turboquant4", **nothing, elsewhere=True).kl_mean == 0.03972
-    assert expected_loss("turboquant4", **nothing, elsewhere=True, long=True).kl_mean == 0.053
+    assert loss_elsewhere("turboquant4", model="x").kl_mean == 0.03972
+    assert loss_elsewhere("turboquant4", model="x", long=True).kl_mean == 0.053
+    assert loss_elsewhere("fp8", model="x").kl_mean == 0.00677  # one scale per tensor, as those engines have it
+    assert loss_elsewhere("fp8", model="x", long=True).short_text
+    assert loss_elsewhere("loom4", model="x").protection == "nothing raw"
 
 
 def test_families_whose_keys_break() -> None:
@@ -146,14 +164,12 @@ def test_hand_over() -> None:
     assert any("codec loom4: not available there; int8" in item for item in vllm["cannot_express"])
     assert "--enable-hierarchical-cache" in engines["sglang"]["command"]
     assert "-ctk q8_0 -ctv q8_0" in engines["llama.cpp"]["command"]
-    assert "--kv-cache-dtype fp8_e4m3fn" in engines["tgi"]["command"]
+    # fp8 was measured in short windows only where every token is encoded, so not at 32k
+    assert "--kv-cache-dtype" not in engines["tgi"]["command"]
     options = yaml.safe_load(engines["tensorrt-llm"]["files"]["kv.yaml"])["kv_cache_config"]
-    assert options["dtype"] == "fp8"
+    assert options["dtype"] == "auto"
     assert options["host_cache_size"] == 64 * 2**30
-    strict = ask(situation="chat-rag", max_kl=0.001)["handover"]["engines"]
-    assert "--kv-cache-dtype" not in strict["tgi"]["command"]
-    assert yaml.safe_load(strict["tensorrt-llm"]["files"]["kv.yaml"])["kv_cache_config"]["dtype"] == "auto"
-    short = ask(situation="chat-rag", context=1024)["handover"]["engines"]
+    short = ask(situation="chat-rag", context=1024, max_kl=0.01)["handover"]["engines"]
     assert "--kv-cache-dtype fp8_e4m3fn" in short["tgi"]["command"]
     assert "--kv-cache-dtype fp8_e4m3" in short["sglang"]["command"]
 
@@ -164,10 +180,16 @@ def test_hand_over_to_engines_that_keep_nothing_raw() -> None:
     accepted = [choice["codec"] for choice in found["choices"] if choice["accepted"]]
     assert "turboquant4" in accepted
     assert "--kv-cache-dtype int8_per_token_head" in found["handover"]["engines"]["vllm"]["command"]
-    assert (
-        "--kv-cache-dtype turboquant_4bit_nc"
-        in ask(situation="chat-rag", max_kl=0.06)["handover"]["engines"]["vllm"]["command"]
-    )
+    told = found["handover"]["engines"]["vllm"]["cannot_express"][0]
+    assert "int8, the next that is accepted with every token encoded, instead" in told
+    lax = ask(situation="chat-rag", max_kl=0.06)["handover"]["engines"]["vllm"]
+    assert "--kv-cache-dtype turboquant_4bit_nc" in lax["command"]
+    throughput = ask(situation="throughput", context=1024, max_kl=0.004)
+    assert throughput["choices"][0]["codec"] == "int4"
+    told = throughput["handover"]["engines"]["vllm"]
+    assert told["cannot_express"][0].startswith("codec int4: not accepted with every token encoded; int8")
+    int8 = next(choice for choice in throughput["choices"] if choice["codec"] == "int8")
+    assert f"--max-num-seqs {int8['at_batch']} " in told["command"]
 
 
 def test_yaml_is_what_kvloom_reads() -> None:

@@ -214,3 +214,9 @@ def split_layers(layout: KVLayout, layers: Sequence[int]) -> KVLayout:
 def protected_homes(layout: KVLayout, layers: Sequence[int]) -> tuple[int, ...]:
     """The layers that store what ``layers`` read, ascending and each once."""
     return tuple(sorted({layout.groups[group].layers[index] for group, index in (layout.homes[i] for i in layers)}))
+
+
+def raw_tokens(sinks: int, recents: int) -> list[str]:
+    """Which tokens of an encoded cache stay raw, in words."""
+    first = [f"first {sinks} tokens"] * bool(sinks)
+    return [*first, f"last {recents} tokens and the open block" if recents else "the open block"]

@@ -7,7 +7,7 @@ from kvloom.core.config import PipelineConfig
 from kvloom.core.errors import ConfigError
 from kvloom.core.layout import KVLayout
 from kvloom.core.sizes import MemoryPlan
-from kvloom.core.storage import Encoding, is_encoded, protected_homes, split_layers
+from kvloom.core.storage import Encoding, is_encoded, protected_homes, raw_tokens, split_layers
 
 
 def resolve_encoding(pipeline: PipelineConfig, layout: KVLayout, dtype: str) -> Encoding | None:
@@ -53,8 +53,7 @@ def describe(encoding: Encoding | None, block_size: int, guarded: tuple[int, ...
         return ()
     sinks = encoding.sink_blocks(block_size) * block_size
     recents = encoding.recent_blocks(block_size) * block_size
-    kept = [f"first {sinks} tokens"] * bool(sinks)
-    kept.append(f"last {recents} tokens and the open block" if recents else "the open block")
+    kept = raw_tokens(sinks, recents)
     by_guard = f" ({', '.join(map(str, guarded))} by the codec guard)" if guarded else ""
     kept += [f"layers {', '.join(map(str, encoding.layers))}{by_guard}"] * bool(encoding.layers)
     return (f"codec {encoding.name}; raw: {'; '.join(kept)}",)

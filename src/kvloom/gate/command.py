@@ -78,7 +78,7 @@ def quality(
 ) -> None:
     """Read texts with each codec and with the exact cache: KL divergence, agreement, perplexity, needles.
 
-    Every codec is measured with every protection, but with none that equals its default. All of them take
+    Every codec is measured with every protection; with one that equals its default, once. All of them take
     hours on two cores: with --record a run that is stopped goes on where it was. A page at --output keeps
     what stands below its last line.
     """

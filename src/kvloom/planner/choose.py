@@ -15,7 +15,15 @@ from typing import Any
 from kvloom.core.codec_sizes import CODEC_CHOICES, parse_codec
 from kvloom.core.sizes import format_bytes
 from kvloom.planner.formats import CacheFormat
-from kvloom.planner.quality import LOSSLESS, NOT_MEASURED, Quality, expected_loss, known_results
+from kvloom.planner.quality import (
+    LOSSLESS,
+    NOT_MEASURED,
+    UNMEASURED,
+    Quality,
+    expected_loss,
+    known_results,
+    loss_elsewhere,
+)
 from kvloom.planner.replay import TierSpec
 from kvloom.planner.setting import Setting
 from kvloom.planner.situations import Situation
@@ -81,7 +89,7 @@ class Pipeline:
 class Choice:
     """A pipeline with its predicted price.
 
-    ``accepted``: its loss is; ``accepted_bare``: it would be with every token encoded, as other engines do.
+    ``accepted``: its loss is; ``accepted_bare``: it is with every token encoded too, measured at such a length.
     """
 
     pipeline: Pipeline
@@ -170,7 +178,8 @@ def _evaluate(
     fragile = _fragile(setting, pipeline)
     if fragile:
         reasons.append(fragile)
-    bare = _quality(setting, replace(pipeline, form=replace(form, sink_tokens=0, recent_tokens=0)), elsewhere=True)
+    long = setting.tokens >= LONG_CONTEXT
+    bare = LOSSLESS if form.lossless else loss_elsewhere(form.codec.name, model=setting.model, long=long)
     sound = not fragile and pipeline.press is None
     if quality.kl_mean is None:
         reasons.append("its loss is not measured at this protection")
@@ -210,7 +219,7 @@ def _evaluate(
         conversations=held,
         quality=quality,
         accepted=sound and _within(quality, limit),
-        accepted_bare=sound and _within(bare, limit),
+        accepted_bare=sound and _within(bare, limit) and not bare.short_text,
         reasons=tuple(reasons),
     )
 
@@ -232,17 +241,9 @@ def _within_latency(setting: Setting, form: CacheFormat, tokens: int, largest: i
     return max(1, low)
 
 
-def _quality(setting: Setting, pipeline: Pipeline, *, elsewhere: bool = False) -> Quality:
+def _quality(setting: Setting, pipeline: Pipeline) -> Quality:
     if pipeline.press is not None:
-        return Quality(
-            kl_mean=None,
-            top1_percent=None,
-            perplexity_change_percent=None,
-            model=None,
-            text=None,
-            protection="",
-            measured_for_this_model=False,
-        )
+        return UNMEASURED
     if pipeline.form.lossless:
         return LOSSLESS
     return expected_loss(
@@ -250,8 +251,8 @@ def _quality(setting: Setting, pipeline: Pipeline, *, elsewhere: bool = False) -
         sink_tokens=pipeline.form.sink_tokens,
         recent_tokens=pipeline.form.recent_tokens,
         model=setting.model,
+        block_size=pipeline.form.block_size,
         long=setting.tokens >= LONG_CONTEXT,
-        elsewhere=elsewhere,
     )
 
 

@@ -89,7 +89,7 @@ def kvloom_yaml(pipeline: Pipeline, setting: Setting) -> str:
 def launches(choices: Sequence[Choice], setting: Setting) -> tuple[Launch, ...]:
     """Launch commands for the other engines, each with the best codec that it has and that is accepted there.
 
-    They keep no tokens raw: a codec's loss counts as it is then. Everything but the codec follows the first choice.
+    They keep no tokens raw: a codec's loss counts as it is then. The batch is the codec's, the rest the first choice's.
     """
     engines: tuple[tuple[Callable[[Pipeline, Setting], Launch], Codecs], ...] = (
         (_vllm, _VLLM),
@@ -112,9 +112,9 @@ def _launch(
         name = choice.pipeline.form.codec.name
         if choice.accepted and choice.accepted_bare and name in table:
             replaced = replace(best, form=choice.pipeline.form, press=None, keep=None)
-            launch = build(replaced, setting)
-            why = "too much is lost where all tokens are encoded" if wanted in table else "not available there"
-            missing = [f"codec {wanted}: {why}; {name}, the next accepted one, instead"]
+            launch = build(replaced, replace(setting, batch=max(1, choice.batch)))
+            why = "not accepted with every token encoded" if wanted in table else "not available there"
+            missing = [f"codec {wanted}: {why}; {name}, the next that is accepted with every token encoded, instead"]
             if best.press:
                 missing.append(f"press {best.press}")
             return replace(launch, cannot=(*missing, *launch.cannot))

@@ -7,13 +7,13 @@ as an order of magnitude and says "not measured for this family".
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from kvloom.core.codec_sizes import parse_codec
+from kvloom.core.storage import raw_tokens
 
 NOT_MEASURED = "not measured for this family"
 
@@ -52,12 +52,23 @@ LOSSLESS = Quality(
 )
 
 
+UNMEASURED = Quality(
+    kl_mean=None,
+    top1_percent=None,
+    perplexity_change_percent=None,
+    model=None,
+    text=None,
+    protection="",
+    measured_for_this_model=False,
+)
+
+
 @lru_cache(maxsize=1)
 def _data() -> Mapping[str, Any]:
     data: dict[str, Any] = json.loads(_read("quality.json"))
     for table in data["tables"]:
         if "record" in table:
-            table["rows"] = _recorded(table["record"], table["window"], table["count"])
+            table["rows"] = _recorded(table["record"], table["of"])
     return data
 
 
@@ -65,22 +76,20 @@ def _read(name: str) -> str:
     return files("kvloom.planner").joinpath("data").joinpath(name).read_text(encoding="utf-8")
 
 
-def _recorded(name: str, window: int, count: int) -> list[dict[str, Any]]:
-    """Rows of what ``kvloom gate quality --record`` keeps, for ``count`` windows of ``window`` tokens of each text."""
+def _recorded(name: str, of: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of what ``kvloom gate quality --record`` keeps, of runs with what ``of`` says: ``{"window": 1024, …}``."""
     rows = []
     for line in _read(name).splitlines():
         entry = json.loads(line)
         run, loss = entry["run"], entry["loss"]
-        if (run["window"], run["count"]) != (window, count):
+        if any(run[key] != value for key, value in of.items()):
             continue
-        codec, sinks, recents = (run["setting"][key] for key in ("codec", "sink_tokens", "recent_tokens"))
-        own = parse_codec(codec)
         rows.append(
             {
-                "label": codec,
-                "codec": codec,
-                "sink_tokens": own.sink_tokens if sinks is None else sinks,
-                "recent_tokens": own.recent_tokens if recents is None else recents,
+                "label": run["setting"]["codec"],
+                "codec": run["setting"]["codec"],
+                "sink_tokens": loss["sink_tokens"],
+                "recent_tokens": loss["recent_tokens"],
                 "kl_mean": loss["kl_mean"],
                 "kl_p99": loss["kl_p99"],
                 "top1_percent": 100 * loss["top1"],
@@ -102,43 +111,66 @@ SHORT, LONG = 1024, 4096  # windows of the tables, tokens
 
 
 def expected_loss(
-    codec: str, *, sink_tokens: int, recent_tokens: int, model: str, long: bool = False, elsewhere: bool = False
+    codec: str, *, sink_tokens: int, recent_tokens: int, block_size: int, model: str, long: bool = False
 ) -> Quality:
-    """The measured loss of ``codec`` under a protection, or the nearest weaker one measured.
+    """The measured loss of ``codec`` in this engine under a protection, or under the nearest weaker one measured.
 
-    ``long`` prefers the 4,096-token tables, where the protected share is smaller. A row measured
-    with *more* protection than asked for is never used: it would flatter. Of rows with equal protection
-    this engine's own counts; ``elsewhere``, for engines that encode the newest tokens too, none of its own does.
+    The engine protects whole blocks of ``block_size`` tokens, and the block that is being filled. A row measured with
+    *more* protection, or with larger blocks, is never used: it would flatter. ``long`` prefers the 4,096-token tables,
+    where the protected share is smaller. Of rows with equal protection this engine's own counts.
     """
+    found = _nearest(
+        [table for table in tables() if table.get("of", {}).get("block_size", 0) <= block_size],
+        codec,
+        sink_tokens=-(-sink_tokens // block_size) * block_size,
+        recent_tokens=-(-recent_tokens // block_size) * block_size,
+        long=long,
+    )
+    return _quality(found, model, long)
+
+
+def loss_elsewhere(codec: str, *, model: str, long: bool = False) -> Quality:
+    """The measured loss of ``codec`` in engines that encode every token, the newest too."""
+    others = [table for table in tables() if "record" not in table]
+    return _quality(_nearest(others, codec, sink_tokens=0, recent_tokens=0, long=long), model, long)
+
+
+def _quality(found: tuple[Mapping[str, Any], Mapping[str, Any]] | None, model: str, long: bool) -> Quality:
+    if found is None:
+        return UNMEASURED
+    table, row = found
+    kept = (row["sink_tokens"], row["recent_tokens"])
+    if "record" in table:
+        raw = " and ".join(raw_tokens(*kept))
+    else:
+        raw = "first {} and last {} tokens".format(*kept) if any(kept) else "nothing"
+    return Quality(
+        kl_mean=row["kl_mean"],
+        top1_percent=row["top1_percent"],
+        perplexity_change_percent=row["perplexity_change_percent"],
+        model=table["model"],
+        text=table["text"],
+        protection=f"{raw} raw",
+        measured_for_this_model=any(_plain(name) in _plain(model) for name in table["model_names"]),
+        short_text=long and table["window"] == SHORT,
+    )
+
+
+def _nearest(
+    found: Sequence[Mapping[str, Any]], codec: str, *, sink_tokens: int, recent_tokens: int, long: bool
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """The table and row of ``codec`` with the most protection, up to the one given."""
     for window in (LONG, SHORT) if long else (SHORT, LONG):
         rows = [
             (table, row)
-            for table in tables()
-            if table["window"] == window and not (elsewhere and "record" in table)
+            for table in found
+            if table["window"] == window
             for row in table["rows"]
             if row.get("codec") == codec and row["sink_tokens"] <= sink_tokens and row["recent_tokens"] <= recent_tokens
         ]
         if rows:
-            table, row = max(rows, key=lambda found: (found[1]["recent_tokens"], found[1]["sink_tokens"]))
-            return Quality(
-                kl_mean=row["kl_mean"],
-                top1_percent=row["top1_percent"],
-                perplexity_change_percent=row["perplexity_change_percent"],
-                model=table["model"],
-                text=table["text"],
-                protection=f"first {row['sink_tokens']} and last {row['recent_tokens']} tokens raw",
-                measured_for_this_model=any(_plain(name) in _plain(model) for name in table["model_names"]),
-                short_text=long and window == SHORT,
-            )
-    return Quality(
-        kl_mean=None,
-        top1_percent=None,
-        perplexity_change_percent=None,
-        model=None,
-        text=None,
-        protection="",
-        measured_for_this_model=False,
-    )
+            return max(rows, key=lambda pair: (pair[1]["recent_tokens"], pair[1]["sink_tokens"], "record" in pair[0]))
+    return None
 
 
 def _plain(name: str) -> str:
@@ -148,5 +180,5 @@ def _plain(name: str) -> str:
 
 def known_results(model: str, model_type: str) -> list[dict[str, str]]:
     """Published results that concern this model or its family."""
-    wanted = model.lower()
-    return [item for item in _data()["known"] if item["matches"] in wanted or item["matches"] == model_type]
+    wanted = _plain(model)
+    return [item for item in _data()["known"] if _plain(item["matches"]) in wanted or item["matches"] == model_type]

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from kvloom import __version__
 from kvloom.core.sizes import format_bytes
 from kvloom.core.stats import EngineInfo
+from kvloom.core.storage import raw_tokens
 
 
 def base_url(host: str, port: int) -> str:
@@ -100,12 +101,10 @@ def rows(info: EngineInfo, url: str, models: tuple[str, ...]) -> list[tuple[str,
 def _codec_text(info: EngineInfo) -> str:
     if info.codec == "raw":
         return f"raw, {info.bits_per_value:g} bits a value"
-    layers = f", layers {', '.join(map(str, info.protect_layers))}" if info.protect_layers else ""
+    layers = f"; layers {', '.join(map(str, info.protect_layers))}" if info.protect_layers else ""
     layers += f" ({', '.join(map(str, info.guarded_layers))} by the codec guard)" if info.guarded_layers else ""
-    return (
-        f"{info.codec}, {info.bits_per_value:.3g} bits a value with side data; raw: first {info.sink_tokens}, last "
-        f"{info.recent_tokens} tokens and the open block{layers}"
-    )
+    raw = "; ".join(raw_tokens(info.sink_tokens, info.recent_tokens))
+    return f"{info.codec}, {info.bits_per_value:.3g} bits a value with side data; raw: {raw}{layers}"
 
 
 def _agreement(predicted: int, actual: int) -> str:
