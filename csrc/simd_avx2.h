@@ -170,7 +170,7 @@ struct Vec {
     }
     static Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
     // Bytes as int16, in an order of their own: each half of the register is widened where it lies, since what crosses
-    // from one half to the other costs some processors (Zen 3) five times as much.
+    // from one half to the other costs some processors (Zen 3) nearly three times as much.
     static void widen(Bytes x, I& first, I& second) {
         const I signs = _mm256_cmpgt_epi8(_mm256_setzero_si256(), x);
         first = _mm256_unpacklo_epi8(x, signs);
