@@ -174,11 +174,11 @@ def _evaluate(
     if situation.aim in ("speed", "reuse") and largest:
         batch = _within_latency(setting, form, tokens, min(largest, 4096), workload)
     step = setting.step(form, tokens, batch) if batch else None
-    quality = _quality(setting, pipeline)
+    long = setting.tokens >= LONG_CONTEXT
+    quality = _quality(setting, pipeline, long)
     fragile = _fragile(setting, pipeline)
     if fragile:
         reasons.append(fragile)
-    long = setting.tokens >= LONG_CONTEXT
     bare = LOSSLESS if form.lossless else loss_elsewhere(form.codec.name, model=setting.model, long=long)
     sound = not fragile and pipeline.press is None
     if quality.kl_mean is None:
@@ -241,7 +241,7 @@ def _within_latency(setting: Setting, form: CacheFormat, tokens: int, largest: i
     return max(1, low)
 
 
-def _quality(setting: Setting, pipeline: Pipeline) -> Quality:
+def _quality(setting: Setting, pipeline: Pipeline, long: bool) -> Quality:
     if pipeline.press is not None:
         return UNMEASURED
     if pipeline.form.lossless:
@@ -252,7 +252,7 @@ def _quality(setting: Setting, pipeline: Pipeline) -> Quality:
         recent_tokens=pipeline.form.recent_tokens,
         model=setting.model,
         block_size=pipeline.form.block_size,
-        long=setting.tokens >= LONG_CONTEXT,
+        long=long,
     )
 
 
